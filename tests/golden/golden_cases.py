@@ -1,0 +1,172 @@
+"""The tiny models that pyengine is compared with transformers on: config.json values and prompts, nothing else.
+
+Shared by tools/goldens/make.py (writes the stored goldens), test_goldens.py (reads them) and
+tests/parity/test_live_transformers.py (runs transformers itself). Every config is complete enough to be a real
+config.json; weights come from builders.write_tiny_model and the case's seed. All models have a vocabulary of 97.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from builders import write_tiny_model
+
+Config = dict[str, Any]
+
+VOCAB_SIZE = 97
+POSITIONS = 40
+
+TL: Config = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TQ2: Config = {
+    **TL,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+TQ3: Config = {
+    **TQ2,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "head_dim": 32,
+}
+TW: Config = {**TL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+
+
+def without(config: Config, *keys: str) -> Config:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def rope_v4(base: Config, **scaling: Any) -> Config:
+    """The older spelling: `rope_scaling` beside a top-level `rope_theta`."""
+    return {**base, "rope_scaling": scaling}
+
+
+def rope_v5(base: Config, **scaling: Any) -> Config:
+    """The newer spelling: one `rope_parameters` with the theta inside, and `dtype` for `torch_dtype`."""
+    parameters = {"rope_theta": base["rope_theta"], **scaling}
+    return {**without(base, "rope_theta"), "rope_parameters": parameters, "dtype": "float32"}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # head_dim 16, theta 10000: one pair kept, two blended, five divided
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LONG = {"max_position_embeddings": 8192}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 4}
+
+CONFIGS: dict[str, Config] = {
+    # Families
+    "llama": TL,
+    "llama_tied": {**TL, "tie_word_embeddings": True},
+    "llama_biases": {**TL, "attention_bias": True, "mlp_bias": True},
+    "llama_head_dim": {**TL, "head_dim": 24},
+    "llama_ratio_7": {**TL, "hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "llama_multi_head": without({**TL, "num_attention_heads": 8}, "num_key_value_heads"),
+    "llama_defaults": without(TL, "rope_theta", "tie_word_embeddings"),
+    "mistral_window": TW,
+    "mistral_nemo": {**TW, "hidden_size": 80, "head_dim": 16, "sliding_window": None},
+    "mistral_window_absent": without(TW, "sliding_window"),
+    "qwen2": TQ2,
+    "qwen2_untied": {**TQ2, "tie_word_embeddings": False},
+    "qwen2_window": {**TQ2, **WINDOWED},
+    "qwen2_window_off": {**TQ2, **WINDOWED, "use_sliding_window": False},
+    "qwen3": TQ3,
+    "qwen3_biases": {**TQ3, "attention_bias": True, "tie_word_embeddings": False},
+    "qwen3_eps": {**TQ3, "rms_norm_eps": 0.05},
+    "qwen3_window": {**TQ3, **WINDOWED},
+    # RoPE types, both spellings
+    "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},
+    "rope_default_v5": rope_v5({**TL, "rope_theta": 500000.0}, rope_type="default"),
+    "rope_linear_v4": rope_v4(TL, type="linear", factor=4.0),
+    "rope_linear_v5": rope_v5(TL, rope_type="linear", factor=4.0),
+    "rope_dynamic_within": rope_v4(TL, type="dynamic", factor=4.0),
+    "rope_dynamic_v4": rope_v4({**TL, "max_position_embeddings": 16}, type="dynamic", factor=4.0),
+    "rope_dynamic_v5": rope_v5({**TL, "max_position_embeddings": 16}, rope_type="dynamic", factor=4.0),
+    "rope_llama3_v4": rope_v4({**TL, **LONG}, **LLAMA3),
+    "rope_llama3_v5": rope_v5({**TL, **LONG}, **LLAMA3),
+    "rope_yarn_v4": rope_v4({**TL, **LONG}, **without(YARN, "rope_type"), type="yarn"),
+    "rope_yarn_v5": rope_v5({**TL, **LONG}, **YARN),
+    "rope_yarn_attention_factor": rope_v4({**TL, **LONG}, **YARN, attention_factor=0.5),
+    "rope_yarn_attention_factor_1": rope_v5({**TL, **LONG}, **YARN, attention_factor=1.0),
+    "rope_yarn_mscale_equal": rope_v4({**TL, **LONG}, **YARN, mscale=1.0, mscale_all_dim=1.0),
+    "rope_yarn_mscale_ratio": rope_v5({**TL, **LONG}, **YARN, mscale=1.0, mscale_all_dim=0.707),
+    "rope_yarn_mscale_alone": rope_v4({**TL, **LONG}, **YARN, mscale=0.5),
+    "rope_yarn_no_truncate": rope_v5({**TL, **LONG}, **YARN, truncate=False),
+    "rope_yarn_betas": rope_v4({**TL, **LONG}, **YARN, beta_fast=64.0, beta_slow=4.0),
+    "rope_yarn_original_absent": rope_v5({**TL, **LONG}, **without(YARN, "original_max_position_embeddings")),
+    "rope_yarn_qwen2": rope_v4({**TQ2, **LONG}, **YARN),
+    "rope_yarn_qwen3": rope_v5({**TQ3, **LONG}, **YARN),
+    "rope_linear_mistral": rope_v5(TW, rope_type="linear", factor=2.0),
+}
+# Cases whose per-layer states are stored too.
+WITH_STATES = ("llama", "mistral_window", "qwen2", "qwen2_window", "qwen3")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One stored case: float32 `logits` [T, 97] and `states` [layers, T, hidden] (no layers when not stored)."""
+
+    name: str
+    config: Config
+    seed: int
+    weights_sha256: str
+    made_with: str
+    ids: list[int]
+    logits: np.ndarray
+    states: np.ndarray
+
+
+def past_dynamic_limit(config: Config) -> bool:
+    """Whether the prompt outgrows a dynamic RoPE's limit: the golden is then made token by token.
+
+    transformers gives a whole prompt the frequencies of its last position, and each decoded token its own; pyengine
+    always does the latter, so that prefill and decode agree.
+    """
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    return kind == "dynamic" and config["max_position_embeddings"] < POSITIONS
+
+
+def prompt(seed: int, length: int = POSITIONS) -> list[int]:
+    """Token ids drawn uniformly from the vocabulary."""
+    return np.random.default_rng(1000 + seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def build(folder: Path, config: Config, seed: int) -> Path:
+    """Write the tiny model's config.json and model.safetensors into `folder` and return it."""
+    write_tiny_model(folder, config, seed=seed)
+    return folder
+
+
+def load_golden(path: Path) -> Golden:
+    with np.load(path, allow_pickle=False) as data:
+        meta = json.loads(str(data["meta"]))
+        return Golden(path.stem, **meta, ids=data["ids"].tolist(), logits=data["logits"], states=data["states"])

@@ -1,0 +1,231 @@
+"""Every mechanism done wrong must show: the goldens would otherwise prove nothing.
+
+Each variant breaks one thing in the numpy reference (a weight, the spec, or one of its functions) and must be more than
+1e-2 away from the stored logits of transformers, a hundred times the bound that the right model is held to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from golden.golden_cases import build, load_golden
+
+from pyengine import reference
+from pyengine.reference import ReferenceModel, load_reference
+from pyengine.spec import AttentionSpec, ModelSpec
+
+DIFFERS = 1e-2
+HERE = Path(__file__).parent
+
+Variant = Callable[[ReferenceModel, pytest.MonkeyPatch], None]
+VARIANTS: list[tuple[str, str, Variant]] = []  # case, what is wrong, how it is made wrong
+
+
+def variant(what: str, *cases: str) -> Callable[[Variant], Variant]:
+    def register(function: Variant) -> Variant:
+        VARIANTS.extend((case, what, function) for case in cases)
+        return function
+
+    return register
+
+
+def with_attention(spec: ModelSpec, change: Callable[[int, AttentionSpec], dict[str, Any]]) -> ModelSpec:
+    """The spec with the fields that `change(layer index, attention)` returns replaced in every layer's attention."""
+    layers = tuple(
+        dataclasses.replace(
+            layer, attention=dataclasses.replace(layer.attention, **change(layer.index, layer.attention))
+        )
+        for layer in spec.layers
+    )
+    return dataclasses.replace(spec, layers=layers)
+
+
+def set_attention(what: str, *cases: str, **fields: Any) -> None:
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        model.spec = with_attention(model.spec, lambda _index, _attention: fields)
+
+    variant(what, *cases)(make_wrong)
+
+
+def set_rope(what: str, *cases: str, drop: tuple[str, ...] = (), numbers: dict[str, Any] | None = None, **fields: Any):
+    """RoPE with other fields; `numbers` are set in and `drop` taken from the parameters of the scaling type."""
+
+    def change(_index: int, attention: AttentionSpec) -> dict[str, Any]:
+        rope = dataclasses.replace(attention.rope, **fields)
+        kept = {key: value for key, value in rope.parameters if key not in drop}
+        return {"rope": dataclasses.replace(rope, parameters=tuple(sorted({**kept, **(numbers or {})}.items())))}
+
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        changed = with_attention(model.spec, change)
+        assert changed != model.spec, "the variant changes nothing"
+        model.spec = changed
+
+    variant(what, *cases)(make_wrong)
+
+
+def fill(what: str, suffix: str, value: float, *cases: str) -> None:
+    """Every weight whose name ends with `suffix` filled with one value: a dropped bias (0) or norm weight (1)."""
+
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        names = [name for name in model.weights if name.endswith(suffix)]
+        assert names, f"no weight ends with {suffix}"
+        model.weights = {**model.weights, **{name: np.full_like(model.weights[name], value) for name in names}}
+
+    variant(what, *cases)(make_wrong)
+
+
+for part in ("q_proj", "k_proj", "v_proj"):
+    fill(f"{part} bias dropped", f"{part}.bias", 0.0, "qwen2", "qwen2_window", "llama_biases", "qwen3_biases")
+fill("o_proj bias dropped", "o_proj.bias", 0.0, "llama_biases", "qwen3_biases")
+for part in ("gate_proj", "up_proj", "down_proj"):
+    fill(f"{part} bias dropped", f"{part}.bias", 0.0, "llama_biases")
+for part in ("input_layernorm", "post_attention_layernorm", "model.norm"):
+    fill(f"{part} weight dropped", f"{part}.weight", 1.0, "llama", "mistral_window", "qwen2", "qwen3")
+for part in ("q_norm", "k_norm"):
+    fill(f"{part} weight dropped", f"{part}.weight", 1.0, "qwen3", "qwen3_window")
+
+set_attention("no q/k norm", "qwen3", "qwen3_biases", qk_norm=False)
+set_attention("window one too wide", "mistral_window", window=9)
+set_attention("window one too narrow", "mistral_window", "rope_linear_mistral", window=7)
+set_attention("window ignored", "mistral_window", "qwen2_window", "qwen3_window", window=None)
+set_attention("window in every layer", "qwen2_window", "qwen3_window", "qwen2_window_off", window=8)
+set_attention("scale of another head_dim", "llama_head_dim", scale=16**-0.5)
+set_attention("scale of hidden / heads", "mistral_nemo", scale=20**-0.5)
+set_attention("scale of hidden / heads", "qwen3", scale=16**-0.5)
+
+set_rope("theta 10000", "rope_default_v4", "rope_default_v5", "qwen2", theta=10000.0)
+set_rope("theta 1e6", "llama_defaults", theta=1e6)
+SCALED = ("rope_linear_v4", "rope_dynamic_v4", "rope_llama3_v4", "rope_yarn_v4", "rope_yarn_qwen2", "rope_yarn_qwen3")
+set_rope("scaling ignored", *SCALED, rope_type="default", parameters=())
+set_rope("linear for llama3", "rope_llama3_v4", rope_type="linear", parameters=(("factor", 8.0),))
+set_rope("linear for yarn", "rope_yarn_v5", rope_type="linear", parameters=(("factor", 4.0),))
+set_rope("linear for dynamic", "rope_dynamic_v5", rope_type="linear", parameters=(("factor", 4.0),))
+set_rope("scaled inside the limit", "rope_dynamic_within", numbers={"original_max_position_embeddings": 16})
+set_rope("llama3 zones moved", "rope_llama3_v5", numbers={"high_freq_factor": 16.0})
+set_rope(
+    "attention_factor ignored", "rope_yarn_attention_factor", "rope_yarn_attention_factor_1", drop=("attention_factor",)
+)
+set_rope("mscale ignored", "rope_yarn_mscale_equal", "rope_yarn_mscale_ratio", drop=("mscale", "mscale_all_dim"))
+set_rope(
+    "mscale without mscale_all_dim used", "rope_yarn_mscale_alone", numbers={"attention_factor": 0.05 * np.log(4) + 1}
+)
+set_rope("truncated", "rope_yarn_no_truncate", numbers={"truncate": 1.0})
+set_rope("not truncated", "rope_yarn_v4", numbers={"truncate": 0.0})
+set_rope("betas ignored", "rope_yarn_betas", numbers={"beta_fast": 32.0, "beta_slow": 1.0})
+set_rope(
+    "original_max_position_embeddings of another length",
+    "rope_yarn_original_absent",
+    numbers={"original_max_position_embeddings": 2048},
+)
+
+
+@variant("interleaved RoPE", "llama", "mistral_window", "qwen2", "qwen3")
+def interleaved_rope(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        out = x.copy()
+        a, b, cos, sin = x[..., 0::2], x[..., 1::2], cos[:, None, :], sin[:, None, :]
+        out[..., 0::2], out[..., 1::2] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    patch.setattr(reference, "apply_rope", apply_rope)
+
+
+@variant("half of the head rotated", "llama", "qwen3")
+def half_rotated(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    right = reference.apply_rope
+    patch.setattr(reference, "apply_rope", lambda x, cos, sin: right(x, cos[:, ::2], sin[:, ::2]))
+
+
+@variant("q/k norm after RoPE", "qwen3", "qwen3_window")
+def norm_after_rope(model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    """Norm and rotation swapped: q_norm and k_norm do nothing when asked for, and run on the rotated vectors."""
+    right_norm, right_rope, waiting = model.norm, reference.apply_rope, []
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        if not name.endswith(("q_norm", "k_norm")):
+            return right_norm(x, name)
+        waiting.append(name)
+        return x
+
+    def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        return right_norm(right_rope(x, cos, sin), waiting.pop(0))
+
+    patch.setattr(model, "norm", norm)
+    patch.setattr(reference, "apply_rope", apply_rope)
+
+
+@variant("query heads dealt to KV heads in turn", "llama", "llama_ratio_7", "qwen3")
+def heads_in_turn(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    right = reference.attention
+
+    def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, *rest: Any) -> np.ndarray:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        order = np.argsort(np.arange(heads) % kv_heads, kind="stable")
+        out = right(q[:, order], k, v, *rest).reshape(q.shape)
+        return out[:, np.argsort(order)].reshape(len(q), -1)
+
+    patch.setattr(reference, "attention", attention)
+
+
+@variant("silu on up instead of gate", "llama", "mistral_window", "qwen2", "qwen3", "llama_biases")
+def silu_on_up(model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    def gated(x: np.ndarray, spec: Any, prefix: str) -> np.ndarray:
+        gate, up = (model.linear(x, prefix + name, spec.bias) for name in ("gate_proj", "up_proj"))
+        return gate * reference.silu(up)
+
+    patch.setattr(model, "gated", gated)
+
+
+@variant("embedding used as the head of an untied model", "llama", "qwen2_untied", "mistral_window", "qwen3_biases")
+def tied_head(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    assert not model.spec.tie_word_embeddings
+    model.spec = dataclasses.replace(model.spec, tie_word_embeddings=True)
+
+
+@variant("another head than the embedding in a tied model", "llama_tied", "qwen2", "qwen3")
+def untied_head(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    assert model.spec.tie_word_embeddings
+    assert "lm_head.weight" not in model.weights
+    embedding = model.weights["model.embed_tokens.weight"]
+    model.weights = {**model.weights, "lm_head.weight": np.roll(embedding, 1, axis=0)}
+    model.spec = dataclasses.replace(model.spec, tie_word_embeddings=False)
+
+
+@variant("eps of another config", "qwen3_eps")
+def other_eps(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    model.spec = dataclasses.replace(model.spec, rms_norm_eps=1e-6)
+
+
+@variant("window on the first layers instead of the last", "qwen2_window", "qwen3_window")
+def window_reversed(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    model.spec = with_attention(model.spec, lambda index, _attention: {"window": 8 if index < 2 else None})
+
+
+@variant("dynamic frequencies of the whole prompt", "rope_dynamic_v4")
+def dynamic_of_the_whole_prompt(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    """Every position rotated with the last one's frequencies: prefill would then disagree with decode."""
+    from pyengine import rope
+
+    def cos_sin(spec: Any, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        inv_freq, factor = rope.inv_freq(spec, stop)
+        angles = np.arange(start, stop, dtype=np.float32)[:, None] * inv_freq
+        return np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)
+
+    patch.setattr(reference.rope, "cos_sin", cos_sin)
+
+
+@pytest.mark.parametrize(("case", "what", "make_wrong"), VARIANTS, ids=[f"{c}: {w}" for c, w, _ in VARIANTS])
+def test_wrong_variant_differs(
+    case: str, what: str, make_wrong: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden = load_golden(HERE / f"tiny_{case}.npz")
+    model = load_reference(build(tmp_path, golden.config, golden.seed))
+    assert np.abs(model.forward(golden.ids) - golden.logits).max() <= 1e-4, "the right model must pass first"
+    make_wrong(model, monkeypatch)
+    difference = np.abs(model.forward(golden.ids) - golden.logits).max()
+    assert difference > DIFFERS, f"{what}: only {difference:.2e} away from the right logits"
