@@ -1,0 +1,66 @@
+"""pyengine runs Llama- and Qwen-style Hugging Face checkpoints on the CPU, straight from their safetensors folder.
+
+    import pyengine
+    with pyengine.load("path/to/model") as engine:
+        print(engine.generate("The capital of France is", max_tokens=8))
+
+This is the package's door and belongs to no stage. Everything behind it is imported on first use, so that
+`import pyengine` stays far below 0.3 s.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyengine import errors as errors
+    from pyengine import kernels as kernels
+    from pyengine.engine import Engine as Engine
+    from pyengine.engine import GenerationResult as GenerationResult
+    from pyengine.engine import load as load
+    from pyengine.errors import ChatTemplateError as ChatTemplateError
+    from pyengine.errors import ComputeError as ComputeError
+    from pyengine.errors import ModelFormatError as ModelFormatError
+    from pyengine.errors import ModelNotFoundError as ModelNotFoundError
+    from pyengine.errors import PyEngineError as PyEngineError
+    from pyengine.errors import RequestError as RequestError
+    from pyengine.errors import ResourceError as ResourceError
+    from pyengine.errors import TokenizerError as TokenizerError
+    from pyengine.errors import UnsupportedModelError as UnsupportedModelError
+
+__version__ = "0.1.0"
+
+_ERRORS = (
+    "ChatTemplateError",
+    "ComputeError",
+    "ModelFormatError",
+    "ModelNotFoundError",
+    "PyEngineError",
+    "RequestError",
+    "ResourceError",
+    "TokenizerError",
+    "UnsupportedModelError",
+)
+_ENGINE = ("Engine", "GenerationResult", "load")
+_MODULES = ("errors", "kernels")
+
+__all__ = [*_ENGINE, *_ERRORS, *_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what was asked for on first use, and keep it as an ordinary attribute."""
+    if name in _MODULES:
+        value: Any = importlib.import_module(f"pyengine.{name}")
+    elif name in _ERRORS:
+        value = getattr(importlib.import_module("pyengine.errors"), name)
+    elif name in _ENGINE:
+        value = getattr(importlib.import_module("pyengine.engine"), name)
+    else:
+        raise AttributeError(f"module 'pyengine' has no attribute '{name}'")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

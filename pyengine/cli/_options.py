@@ -1,0 +1,179 @@
+"""Stage 7, cli options: what several subcommands share, and the one way from parsed options to an open engine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pyengine.cli import _output
+from pyengine.errors import RequestError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from pyengine.engine import Engine
+
+DEVICES = ("auto", "cpu", "cuda")
+QUANTS = ("none", "f32", "bf16", "int8", "int4")
+INT4_SCHEMES = ("minimum", "symmetric")
+KV_DTYPES = ("bf16", "f32")
+GROUPED_QUANTS = ("int8", "int4")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a usage error is a RequestError: one line and exit code 2 like every other wrong argument."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message} (see `{self.prog} --help`)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "model_positional",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder or a hub id org/name[@revision]; default: the demo",
+    )
+    group.add_argument("-m", "--model", metavar="MODEL", help="the same as an option")
+    group.add_argument("--offline", action="store_true", help="never download; also HF_HUB_OFFLINE=1")
+    group.add_argument("--strict", action="store_true", help="refuse unknown config keys instead of warning")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--quant", choices=QUANTS, default="int8", help="weight format; none = as stored (default int8)")
+    group.add_argument("--group-size", type=int, metavar="N", help="weights per scale, for int8 and int4")
+    group.add_argument("--int4-scheme", choices=INT4_SCHEMES, help="int4 with a minimum per group, or symmetric")
+    group.add_argument("--no-calibration", action="store_true", help="search scales without E[x^2] of a short text")
+    group.add_argument("--kv-dtype", choices=KV_DTYPES, help="KV cache (default bf16; f32 under --quant f32)")
+    group.add_argument("-t", "--threads", type=int, metavar="N", help="worker threads; also PYENGINE_THREADS")
+    group.add_argument("--device", choices=DEVICES, help="auto (default), cpu or cuda; also PYENGINE_DEVICE")
+
+
+def add_common(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    group = parser.add_argument_group("output")
+    if json:
+        group.add_argument("--json", action="store_true", help="exactly one JSON object on stdout")
+    group.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is in force")
+    group.add_argument("-q", "--quiet", action="store_true", help="no statistics, progress or warnings")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def log(args: argparse.Namespace) -> Any:
+    """Where a download or conversion says what it does: stderr, or nowhere under --quiet."""
+
+    def write(text: str) -> None:
+        if not args.quiet:
+            _output.message(text)
+
+    return write
+
+
+def model_folder(args: argparse.Namespace, *, degrid_demo: bool = False) -> Path:
+    """The local folder of MODEL: a path, a hub id found in the cache or downloaded, or without MODEL the demo."""
+    if args.model is not None and args.model_positional is not None:
+        raise RequestError(f"two models: {args.model_positional!r} and -m {args.model!r}; expected one")
+    model = args.model if args.model is not None else args.model_positional
+    if model is None:
+        from pyengine import demo
+
+        return demo.demo_folder(degrid=degrid_demo, offline=args.offline, log=log(args))
+    from pyengine import hub
+
+    return hub.resolve(model, offline=args.offline)
+
+
+def environment_threads() -> int | None:
+    value = os.environ.get("PYENGINE_THREADS", "")
+    if not value:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestError(f"PYENGINE_THREADS={value!r}; expected a whole number") from None
+
+
+def device(args: argparse.Namespace) -> str:
+    """--device, else PYENGINE_DEVICE, else auto. cuda is a known word without a backend in this version."""
+    where, value = "--device", args.device
+    if value is None:
+        where, value = "PYENGINE_DEVICE", os.environ.get("PYENGINE_DEVICE") or "auto"
+    if value not in DEVICES:
+        raise RequestError(f"{where}: {value!r}; expected one of {', '.join(DEVICES)}")
+    if value == "cuda":
+        raise UnsupportedModelError(f"{where}: this version has no CUDA backend; expected auto or cpu")
+    return str(value)
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `pyengine.load` for these options. An option that would do nothing is refused."""
+    if args.quant not in GROUPED_QUANTS:
+        for given, option in (
+            (args.group_size is not None, "--group-size"),
+            (args.no_calibration, "--no-calibration"),
+        ):
+            if given:
+                raise RequestError(f"{option} with --quant {args.quant}, which has no groups; expected int8 or int4")
+    if args.int4_scheme is not None and args.quant != "int4":
+        raise RequestError(f"--int4-scheme with --quant {args.quant}; expected --quant int4")
+    threads = args.threads if args.threads is not None else environment_threads()
+    if threads is not None and threads < 1:
+        raise RequestError(f"{threads} threads; expected at least 1")
+    arguments: dict[str, Any] = {
+        "quant": args.quant,
+        "group_size": args.group_size,
+        "kv_dtype": args.kv_dtype,
+        "threads": threads,
+        "device": device(args),
+        "isa": os.environ.get("PYENGINE_ISA") or None,
+        "calibration": not args.no_calibration,
+        "strict": args.strict,
+    }
+    if args.int4_scheme is not None:  # the default scheme is the engine's to choose
+        arguments["int4_scheme"] = args.int4_scheme
+    if getattr(args, "ctx_size", None) is not None:
+        arguments["ctx_size"] = args.ctx_size
+    return arguments
+
+
+def open_engine(args: argparse.Namespace, folder: Path, *, warn: bool = True) -> Engine:
+    """Load `folder` as the options say, with a progress bar and the model's warnings. The caller closes it."""
+    from pyengine import engine as engine_module
+
+    progress = _output.Progress(quiet=args.quiet)
+    try:
+        opened = engine_module.load(folder, progress=progress, **engine_arguments(args))
+    finally:
+        progress.close()
+    if warn and not args.quiet:
+        for text in opened.spec.warnings:
+            _output.warning(text)
+    if args.verbose:
+        quant = _output.format_quant(opened.quant, opened.group_size)
+        _output.message(
+            f"{opened.folder} ({opened.spec.family}): {quant}, {opened.bits_per_weight:.2f} bits per weight, "
+            f"{opened.isa}, {opened.threads} threads, context {opened.ctx_size}, loaded in {opened.load_ms / 1e3:.2f} s"
+        )
+    return opened
+
+
+def read_text(path: str) -> str:
+    """The text of a file or, for '-', of stdin: UTF-8, one trailing newline dropped, everything else literal."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror or error}; expected a readable text file") from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        name = "stdin" if path == "-" else path
+        raise RequestError(f"{name}: byte {error.start} is not UTF-8; expected UTF-8 text") from None
+    if text.endswith("\r\n"):
+        return text[:-2]
+    return text.removesuffix("\n")

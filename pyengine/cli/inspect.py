@@ -1,0 +1,129 @@
+"""Stage 7, cli inspect: the tensor table and the config of a model; no weights are read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyengine.cli import _options, _output
+
+if TYPE_CHECKING:
+    from pyengine.checkpoint import TensorInfo
+    from pyengine.spec import ModelSpec
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="tensor table and config",
+        description="The tensor table and the config of a model; no weights are read.",
+    )
+    _options.add_model(parser)
+    _options.add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def tensor_row(info: TensorInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "bytes": info.end - info.begin,
+        "file": info.file.name,
+    }
+
+
+def describe(folder: Path, *, strict: bool) -> dict[str, Any]:
+    """The `inspect --json` object: folder, config (the ModelSpec), tensors, totals, notes and warnings."""
+    from pyengine.checkpoint import Checkpoint
+    from pyengine.config import load_model_spec
+    from pyengine.families import check_tensors
+
+    spec = load_model_spec(folder, strict=strict)
+    with Checkpoint.open(folder) as checkpoint:
+        notes = check_tensors(spec, checkpoint.tensors, folder)
+        infos = sorted(checkpoint.tensors.values(), key=lambda info: natural_key(info.name))
+        rows = [tensor_row(info) for info in infos]
+    config = dataclasses.asdict(spec)
+    return {
+        "model": str(folder),
+        "family": spec.family,
+        "architecture": spec.architecture,
+        "parameters": sum(math.prod(row["shape"]) for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "warnings": list(config.pop("warnings")),
+        "notes": notes,
+        "config": config,
+        "tensors": rows,
+        "layers": layer_lines(spec),
+    }
+
+
+def layer_lines(spec: ModelSpec) -> list[str]:
+    """One line for each run of equal layers, such as '0-29: attention 9 heads, 3 KV heads, ...'."""
+    lines: list[str] = []
+    first = 0
+    for index, layer in enumerate(spec.layers):
+        following = spec.layers[index + 1] if index + 1 < len(spec.layers) else None
+        if following is not None and (following.attention, following.ffn) == (layer.attention, layer.ffn):
+            continue
+        attention, ffn = layer.attention, layer.ffn
+        extras = [
+            text
+            for text, present in (
+                ("q/k/v bias", attention.qkv_bias),
+                ("o bias", attention.o_bias),
+                ("q/k norm", attention.qk_norm),
+                (f"window {attention.window}", attention.window is not None),
+                ("FFN bias", ffn.bias),
+            )
+            if present
+        ]
+        text = (
+            f"{first}-{index}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
+            f"{attention.head_dim}, rope {attention.rope.rope_type} theta {attention.rope.theta:g}; "
+            f"FFN {ffn.intermediate_size} {ffn.activation}"
+        )
+        lines.append(", ".join([text, *extras]))
+        first = index + 1
+    return lines
+
+
+def print_table(record: dict[str, Any]) -> None:
+    config = record["config"]
+    print(f"model         {record['model']}")
+    print(f"family        {record['family']} ({record['architecture']})")
+    print(f"parameters    {record['parameters']:,}")
+    print(f"stored        {_output.format_bytes(record['bytes'])} in {len(record['tensors'])} tensors")
+    for key in ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        print(f"{key:<24}{config[key]}")
+    for line in record["layers"]:
+        print(f"layers {line}")
+    width = max((len(row["name"]) for row in record["tensors"]), default=0)
+    for row in record["tensors"]:
+        shape = "x".join(str(n) for n in row["shape"])
+        print(f"{row['name']:<{width}}  {row['dtype']:<5} {shape:>15} {row['bytes']:>13,}  {row['file']}")
+
+
+def run(args: argparse.Namespace) -> int:
+    record = describe(_options.model_folder(args), strict=args.strict)
+    if not args.quiet:
+        for text in record["warnings"]:
+            _output.warning(text)
+    if args.verbose:
+        for text in record["notes"]:
+            _output.message(text)
+    if args.json:
+        _output.print_json(record)
+    else:
+        print_table(record)
+    return 0

@@ -1,0 +1,95 @@
+"""Stage 7, cli main: the parser, and the one place where an error becomes a line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from pyengine.cli import _output, compare, fetch_demo, generate, info, inspect
+from pyengine.cli._options import Parser
+from pyengine.errors import PyEngineError, RequestError, ResourceError
+
+EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, what a C program ends with
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+COMMANDS = (generate, compare, inspect, info, fetch_demo)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="pyengine", description="Run Hugging Face checkpoints on the CPU, straight from their folder.")
+    parser.add_argument("--version", action="store_true", help="the same as the command info")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for module in COMMANDS:
+        module.add_parser(commands)
+    return parser
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of an error; anything not raised on purpose is 1, what memory or disk refused is 6."""
+    if isinstance(error, PyEngineError):
+        return error.exit_code
+    if isinstance(error, MemoryError):
+        return ResourceError.exit_code
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
+        return ResourceError.exit_code
+    return 1
+
+
+def describe_error(error: BaseException) -> str:
+    if isinstance(error, PyEngineError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    return f"internal error, {type(error).__name__}: {error} (--debug shows where)"
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        if args.command is not None:
+            raise RequestError(f"--version with the command {args.command}; expected one of the two")
+        args = parser.parse_args(["info"])
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return RequestError.exit_code
+    code: int = args.run(args)
+    sys.stdout.flush()  # a closed pipe must be noticed here, not by the interpreter's own exit
+    return code
+
+
+def _leave_closed_pipe() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush cannot complain about the closed pipe."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's) and return the exit code.
+
+    Exit codes: 0; 1 runtime; 2 usage; 3 model not found or files wrong; 4 not supported; 5 tokenizer or template;
+    6 resources; 7 quality gate; 130 after Ctrl-C; 141 when stdout's reader has gone.
+    """
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:  # a terminal that cannot show a character gets '?', not a traceback
+        reconfigure(errors="replace")
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        _output.message("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _leave_closed_pipe()
+        return EXIT_CLOSED_PIPE
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _output.message(f"error: {describe_error(error)}")
+        return exit_code(error)

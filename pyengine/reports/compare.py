@@ -1,0 +1,218 @@
+"""Stage 6, compare: how far a quantized engine's next-token distributions are from the stored precision's.
+
+For each scored position: KL(baseline || quantized) in nats, whether the two most likely tokens agree, and the negative
+log-likelihood of the token that follows under either, whose mean gives the perplexity exp(mean NLL).
+
+The text is cut into windows of `window` tokens. Each starts from an empty context, with the model's own BOS in its
+first place if the tokenizer adds one. Only the tokens of a window's second half are scored, each with all of the window
+before it as context, so that every figure is one for tokens with at least window / 2 tokens of context.
+
+Numerics: exponentials are float32 (as the logits are), every sum over the vocabulary and over positions is float64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.errors import ComputeError, RequestError
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+
+DEFAULT_TEXT = "compare.txt"
+MAX_TEXT_BYTES = 64 << 20
+BLOCK_ELEMENTS = 1 << 20  # rows are taken in blocks of about this many logits: 4 MiB per temporary, near the cache
+
+
+class LogitsEngine(Protocol):
+    """What compare needs of an engine; Engine has it."""
+
+    quant: str
+    bits_per_weight: float
+
+    def logits(self, ids: Sequence[int], rows: Sequence[int] | None = None) -> Float32:
+        """Logits [len(rows), V] after the tokens at positions `rows` of `ids`, from an empty context."""
+
+
+class TextTokenizer(Protocol):
+    """What compare needs of a tokenizer; Tokenizer has it."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The text measured on. `bytes` and `sha256` are of the bytes read, from the offset to the end of the file."""
+
+    name: str
+    sha256: str
+    bytes: int
+    content: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "sha256": self.sha256, "bytes": self.bytes}
+
+
+@dataclass(frozen=True)
+class PositionStatistics:
+    """Per scored position, float64 [R] (agreement bool [R])."""
+
+    kld: Float64
+    nll_baseline: Float64
+    nll_quant: Float64
+    agreement: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """The fields of `compare --json`. KL is KL(baseline || quant) in nats; top1_agreement is a fraction 0..1."""
+
+    baseline: str
+    quant: str
+    bits_per_weight: float
+    text: dict[str, Any]
+    tokens: int
+    window: int
+    mean_kld: float
+    median_kld: float
+    p99_kld: float
+    max_kld: float
+    top1_agreement: float
+    ppl_baseline: float
+    ppl_quant: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_text(path: Path | None, *, offset: int = 0) -> TextSource:
+    """The text of `path`, or the one shipped with pyengine, from byte `offset` on. UTF-8.
+
+    Errors: RequestError for an unreadable file, one over 64 MiB, an offset outside it or inside a character.
+    """
+    if path is None:
+        data = (resources.files("pyengine") / "data" / DEFAULT_TEXT).read_bytes()
+        name = DEFAULT_TEXT
+    else:
+        name = path.name
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_TEXT_BYTES + 1)
+        except OSError as error:
+            raise RequestError(f"{path}: {error.strerror or error}; expected a readable text file") from error
+        if len(data) > MAX_TEXT_BYTES:
+            raise RequestError(f"{path}: more than {MAX_TEXT_BYTES} bytes; expected a shorter text")
+    if not 0 <= offset < max(len(data), 1):
+        raise RequestError(f"{name}: offset {offset} in {len(data)} bytes; expected one inside the text")
+    data = data[offset:]
+    try:
+        content = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name}: byte {offset + error.start} does not start a UTF-8 character") from None
+    if offset:
+        name = f"{name} from byte {offset}"
+    return TextSource(name=name, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), content=content)
+
+
+def make_windows(tokenizer: TextTokenizer, text: str, *, tokens: int, window: int) -> list[list[int]]:
+    """The text as tokens / window lists of `window` ids each, the model's own BOS first where it has one.
+
+    Special tokens in the text are ordinary text. Errors: RequestError if the sizes do not fit each other or the text.
+    """
+    if window < 2 or window % 2:
+        raise RequestError(f"window {window}; expected an even number of at least 2")
+    if tokens < window or tokens % window:
+        raise RequestError(f"{tokens} tokens in windows of {window}; expected a multiple of the window")
+    added = tokenizer.encode("", add_special_tokens=True)
+    bos = added[:1] if added and added[0] == tokenizer.bos_token_id else []
+    step = window - len(bos)
+    count = tokens // window
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    if len(ids) < count * step:
+        raise RequestError(f"the text has {len(ids)} tokens; expected at least {count * step} (or fewer --tokens)")
+    return [bos + ids[i * step : (i + 1) * step] for i in range(count)]
+
+
+def compare_rows(baseline: Float32, quantized: Float32, targets: Sequence[int]) -> PositionStatistics:
+    """Compare logits float32 [R, V] row by row; targets [R] are the ids that follow.
+
+    Errors: ValueError if the shapes differ, ComputeError if a logit is NaN or infinite.
+    """
+    if baseline.ndim != 2 or baseline.shape != quantized.shape or len(targets) != len(baseline):
+        raise ValueError(
+            f"logits {baseline.shape} and {quantized.shape}, {len(targets)} targets; expected equal shapes"
+        )
+    rows, vocab = baseline.shape
+    target = np.asarray(targets, dtype=np.int64)
+    kld, nll_p, nll_q = (np.empty(rows, np.float64) for _ in range(3))
+    agreement = np.empty(rows, np.bool_)
+    step = max(1, BLOCK_ELEMENTS // max(vocab, 1))
+    for begin in range(0, rows, step):
+        block = slice(begin, begin + step)
+        p, q = baseline[block], quantized[block]
+        at = np.arange(len(p)), target[block]
+        agreement[block] = p.argmax(axis=1) == q.argmax(axis=1)
+        p, q = p - p.max(axis=1, keepdims=True), q - q.max(axis=1, keepdims=True)
+        exp_p = np.exp(p)
+        sum_p = exp_p.sum(axis=1, dtype=np.float64)
+        log_p, log_q = np.log(sum_p), np.log(np.exp(q).sum(axis=1, dtype=np.float64))
+        nll_p[block], nll_q[block] = log_p - p[at], log_q - q[at]
+        # sum_v P (log P - log Q) = sum_v P (p - q) - log sum exp p + log sum exp q, with P = exp(p) / sum exp p
+        np.subtract(p, q, out=p)
+        np.multiply(p, exp_p, out=p)
+        kld[block] = p.sum(axis=1, dtype=np.float64) / sum_p - log_p + log_q
+    if not (np.isfinite(kld).all() and np.isfinite(nll_p).all() and np.isfinite(nll_q).all()):
+        raise ComputeError("compare: NaN or Inf in the logits; expected finite numbers")
+    # KL is never negative; rounding of equal distributions can leave -1e-9
+    return PositionStatistics(np.maximum(kld, 0.0), nll_p, nll_q, agreement)
+
+
+def compare(
+    baseline: LogitsEngine,
+    quantized: LogitsEngine,
+    tokenizer: TextTokenizer,
+    text: TextSource,
+    *,
+    tokens: int = 4096,
+    window: int = 512,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> CompareResult:
+    """Run both engines over the same windows, one window at a time, and summarize the scored positions.
+
+    Two windows' logits, [window / 2, V] float32 each, are all that is held at once.
+    """
+    windows = make_windows(tokenizer, text.content, tokens=tokens, window=window)
+    half = window // 2
+    rows = list(range(half - 1, window - 1))  # the logits after token i score token i + 1
+    parts: list[PositionStatistics] = []
+    for index, ids in enumerate(windows):
+        if progress is not None:
+            progress(index, len(windows), "comparing")
+        parts.append(compare_rows(baseline.logits(ids, rows), quantized.logits(ids, rows), ids[half:]))
+    kld = np.concatenate([part.kld for part in parts])
+    return CompareResult(
+        baseline=baseline.quant,
+        quant=quantized.quant,
+        bits_per_weight=quantized.bits_per_weight,
+        text=text.to_json(),
+        tokens=tokens,
+        window=window,
+        mean_kld=float(kld.mean()),
+        median_kld=float(np.median(kld)),
+        p99_kld=float(np.percentile(kld, 99)),
+        max_kld=float(kld.max()),
+        top1_agreement=float(np.concatenate([part.agreement for part in parts]).mean()),
+        ppl_baseline=float(np.exp(np.concatenate([part.nll_baseline for part in parts]).mean())),
+        ppl_quant=float(np.exp(np.concatenate([part.nll_quant for part in parts]).mean())),
+    )

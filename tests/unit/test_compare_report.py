@@ -1,0 +1,231 @@
+"""Stage 6, compare: KL, agreement and perplexity against a float64 computation written the long way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import ByteTokenizer, FakeEngine
+
+from pyengine.cli import _options
+from pyengine.cli.main import main
+from pyengine.errors import ComputeError, RequestError
+from pyengine.reports import compare as report
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x = x - x.max(axis=1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+
+def source(content: str) -> report.TextSource:
+    data = content.encode()
+    return report.TextSource("a text", hashlib.sha256(data).hexdigest(), len(data), content)
+
+
+@pytest.mark.parametrize("vocab", [2, 257, 50_000])
+def test_rows_against_float64(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "BLOCK_ELEMENTS", 3 * vocab)  # several blocks and a shorter last one
+    rng = np.random.default_rng(vocab)
+    p = (4 * rng.standard_normal((8, vocab)) + 30).astype(np.float32)
+    q = (p + 0.3 * rng.standard_normal(p.shape)).astype(np.float32)
+    targets = rng.integers(0, vocab, 8).tolist()
+    result = report.compare_rows(p, q, targets)
+    log_p, log_q = log_softmax(p), log_softmax(q)
+    rows = np.arange(8)
+    # float32 rounding of p - q and exp(p): each a few eps of a term whose weights sum to 1
+    bound = 8 * np.finfo(np.float32).eps * np.abs(log_p - log_q).max(axis=1) + 8 * np.finfo(np.float32).eps
+    assert (np.abs(result.kld - (np.exp(log_p) * (log_p - log_q)).sum(axis=1)) <= bound).all()
+    assert np.allclose(result.nll_baseline, -log_p[rows, targets], rtol=0, atol=1e-5)
+    assert np.allclose(result.nll_quant, -log_q[rows, targets], rtol=0, atol=1e-5)
+    assert (result.agreement == (p.argmax(axis=1) == q.argmax(axis=1))).all()
+    reverse = report.compare_rows(q, p, targets)
+    assert (np.abs(reverse.kld - result.kld) > bound).any()  # KL is not symmetric: swapped arguments must show
+
+
+def test_equal_logits_give_exactly_zero() -> None:
+    p = np.random.default_rng(0).standard_normal((5, 1000)).astype(np.float32)
+    result = report.compare_rows(p, p.copy(), [0] * 5)
+    assert (result.kld == 0).all()
+    assert result.agreement.all()
+    assert (result.nll_baseline == result.nll_quant).all()
+
+
+def test_inputs_are_not_changed() -> None:
+    p = np.random.default_rng(0).standard_normal((3, 10)).astype(np.float32)
+    q = p + 1
+    before = p.copy(), q.copy()
+    report.compare_rows(p, q, [1, 2, 3])
+    assert np.array_equal(p, before[0])
+    assert np.array_equal(q, before[1])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("which", [0, 1])
+def test_nan_and_inf_are_refused(value: float, which: int) -> None:
+    pair = [np.zeros((2, 4), np.float32), np.zeros((2, 4), np.float32)]
+    pair[which][1, 2] = value
+    with pytest.raises(ComputeError):
+        report.compare_rows(pair[0], pair[1], [0, 0])
+
+
+def test_shapes_must_be_equal() -> None:
+    with pytest.raises(ValueError, match="equal shapes"):
+        report.compare_rows(np.zeros((2, 4), np.float32), np.zeros((2, 5), np.float32), [0, 0])
+    with pytest.raises(ValueError, match="equal shapes"):
+        report.compare_rows(np.zeros((2, 4), np.float32), np.zeros((2, 4), np.float32), [0])
+
+
+def test_windows_are_consecutive_and_start_with_the_models_own_bos() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(40))
+    plain = report.make_windows(ByteTokenizer(), text, tokens=24, window=8)
+    assert plain == [list(text[i : i + 8].encode()) for i in (0, 8, 16)]
+    with_bos = report.make_windows(ByteTokenizer(bos=3), text, tokens=24, window=8)
+    assert with_bos == [[3, *text[i : i + 7].encode()] for i in (0, 7, 14)]
+    named_only = ByteTokenizer(bos=3)  # a BOS that the tokenizer has but does not add is not the model's habit
+    named_only.adds_bos = False
+    assert report.make_windows(named_only, text, tokens=24, window=8) == plain
+
+
+def test_special_tokens_in_the_text_are_ordinary_text() -> None:
+    tokenizer = ByteTokenizer()
+    report.make_windows(tokenizer, "abcd", tokens=2, window=2)
+    assert tokenizer.calls[-1] == {"text": "abcd", "add_special_tokens": False, "parse_special": False}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "says"),
+    [(24, 7, "even"), (24, 0, "even"), (20, 8, "multiple"), (4, 8, "multiple"), (48, 8, "at least 48")],
+)
+def test_sizes_that_do_not_fit_are_refused(tokens: int, window: int, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        report.make_windows(ByteTokenizer(), "x" * 40, tokens=tokens, window=window)
+
+
+def test_whole_report_scores_the_second_half_of_each_window() -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 3
+    baseline, quantized = FakeEngine(quant="bf16"), FakeEngine(quant="int8", noise=0.2)
+    tokenizer = ByteTokenizer()
+    result = report.compare(baseline, quantized, tokenizer, source(text), tokens=64, window=16)
+    assert [request["rows"] for request in baseline.requests] == [list(range(7, 15))] * 4
+    kld, nll_p, nll_q, same = [], [], [], []
+    oracle_p, oracle_q = FakeEngine(), FakeEngine(noise=0.2)
+    for begin in range(0, 64, 16):
+        ids = list(text.encode())[begin : begin + 16]
+        p, q = oracle_p.logits(ids), oracle_q.logits(ids)
+        log_p, log_q = log_softmax(p), log_softmax(q)
+        for i in range(8, 16):
+            kld.append((np.exp(log_p[i - 1]) * (log_p[i - 1] - log_q[i - 1])).sum())
+            nll_p.append(-log_p[i - 1, ids[i]])
+            nll_q.append(-log_q[i - 1, ids[i]])
+            same.append(log_p[i - 1].argmax() == log_q[i - 1].argmax())
+    assert result.mean_kld == pytest.approx(np.mean(kld), rel=1e-4)
+    assert result.median_kld == pytest.approx(np.median(kld), rel=1e-4)
+    assert result.p99_kld == pytest.approx(np.percentile(kld, 99), rel=1e-4)
+    assert result.max_kld == pytest.approx(np.max(kld), rel=1e-4)
+    assert result.top1_agreement == np.mean(same)
+    assert result.ppl_baseline == pytest.approx(np.exp(np.mean(nll_p)), rel=1e-5)
+    assert result.ppl_quant == pytest.approx(np.exp(np.mean(nll_q)), rel=1e-5)
+    assert 0 < result.median_kld < result.p99_kld <= result.max_kld
+
+
+def test_text_with_offset(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes("äbc".encode())
+    whole = report.read_text(file)
+    assert whole.to_json() == {"name": "text.txt", "sha256": hashlib.sha256("äbc".encode()).hexdigest(), "bytes": 4}
+    part = report.read_text(file, offset=2)
+    assert part.content == "bc"
+    assert part.to_json() == {
+        "name": "text.txt from byte 2",
+        "sha256": hashlib.sha256(b"bc").hexdigest(),
+        "bytes": 2,
+    }
+    for offset in (1, 4, -1):
+        with pytest.raises(RequestError):
+            report.read_text(file, offset=offset)
+    with pytest.raises(RequestError, match="readable"):
+        report.read_text(tmp_path)
+
+
+def test_the_shipped_text_is_long_enough() -> None:
+    text = report.read_text(None)
+    assert text.name == "compare.txt"
+    assert 30_000 <= text.bytes <= 36_000
+    assert text.content.isascii()
+
+
+# --- the command
+
+
+KEYS = [
+    "baseline",
+    "quant",
+    "bits_per_weight",
+    "text",
+    "tokens",
+    "window",
+    "mean_kld",
+    "median_kld",
+    "p99_kld",
+    "max_kld",
+]
+KEYS += ["top1_agreement", "ppl_baseline", "ppl_quant"]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The options with which the command opened its engines: the baseline first."""
+    calls: list[Any] = []
+
+    def open_engine(args: Any, folder: Path, **_: Any) -> FakeEngine:
+        calls.append(args)
+        quant = "bf16" if args.quant == "none" else args.quant
+        return FakeEngine(quant=quant, group_size=None, noise=0.0 if args.quant == "none" else 0.2)
+
+    monkeypatch.setattr(_options, "model_folder", lambda args, **_: tmp_path)
+    monkeypatch.setattr(_options, "open_engine", open_engine)
+    return calls
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    file = tmp_path / "text.txt"
+    file.write_text("The quick brown fox jumps over the lazy dog. " * 4, encoding="utf-8")
+    return ["compare", "--text", str(file), "--tokens", "64", "--window", "16"]
+
+
+def test_json_keys(opened: list[Any], command: list[str], capsys: Any) -> None:
+    assert main([*command, "--json", "--quant", "int4", "--int4-scheme", "symmetric", "--kv-dtype", "f32"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record) == KEYS
+    assert set(record["text"]) == {"name", "sha256", "bytes"}
+    assert (record["baseline"], record["quant"], record["tokens"], record["window"]) == ("bf16", "int4", 64, 16)
+    assert [args.quant for args in opened] == ["none", "int4"]
+    assert [args.int4_scheme for args in opened] == [None, "symmetric"]
+    assert [args.kv_dtype for args in opened] == [None, "f32"]
+
+
+def test_quality_gate(opened: list[Any], command: list[str], capsys: Any) -> None:
+    assert main([*command, "--max-kld", "10"]) == 0
+    assert main([*command, "--max-kld", "0.0001"]) == 7
+    out, err = capsys.readouterr()
+    assert out.count("perplexity") == 2  # the report comes all the same
+    assert err.startswith("pyengine: quality gate: mean KL")
+    assert main([*command, "--quant", "none", "--max-kld", "0"]) == 0
+
+
+def test_a_folder_made_from_a_4_bit_file_warns(
+    opened: list[Any], command: list[str], capsys: Any, tmp_path: Path
+) -> None:
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "pyengine_source.json").write_text("{}", encoding="utf-8")
+    assert main(command) == 0
+    assert "flatters int4" in capsys.readouterr().err
