@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from pyengine.cli import _options
 from pyengine.errors import RequestError
 
 VOCAB = 256
@@ -75,7 +80,8 @@ class FakeResult:
 class FakeStream:
     """The iterator of Engine.stream: pieces, then `result`; close() cancels."""
 
-    def __init__(self, pieces: Sequence[str | BaseException], seed: int | None) -> None:
+    def __init__(self, pieces: Sequence[str | BaseException], seed: int | None, delay: float) -> None:
+        self._delay = delay
         self._pieces = list(pieces)
         self._seed = 7 if seed is None else seed
         self._shown: list[str] = []
@@ -89,6 +95,10 @@ class FakeStream:
         if not self._pieces:
             self._finish("stop")
             raise StopIteration
+        if self._delay:
+            if not self._shown:
+                print("the first step", file=sys.stderr, flush=True)
+            time.sleep(self._delay)
         piece = self._pieces.pop(0)
         if isinstance(piece, BaseException):
             if isinstance(piece, KeyboardInterrupt):
@@ -117,6 +127,7 @@ class FakeEngine:
     group_size: int | None = 64
     bits_per_weight: float = 8.5
     noise: float = 0.0
+    delay: float = 0.0  # seconds before each piece, the first announced on stderr
     requests: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
     isa: str = "scalar"
@@ -134,7 +145,7 @@ class FakeEngine:
     def stream(self, ids: list[int], **sampling: Any) -> FakeStream:
         if not ids:
             raise RequestError("empty prompt; expected at least one token")
-        stream = FakeStream(self.pieces, sampling["seed"])
+        stream = FakeStream(self.pieces, sampling["seed"], self.delay)
         self.requests.append({"ids": ids, "stream": stream, **sampling})
         return stream
 
@@ -145,3 +156,20 @@ class FakeEngine:
         context = np.cumsum(table[np.asarray(ids)], axis=0) / np.sqrt(np.arange(1, len(ids) + 1))[:, None]
         noisy = context + self.noise * np.random.default_rng(len(self.requests)).standard_normal(context.shape)
         return noisy[slice(None) if rows is None else rows].astype(np.float32)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeEngine:
+    """Make every command open this engine, in an environment without pyengine's variables."""
+    fake = FakeEngine(folder=folder)
+    monkeypatch.setattr(_options, "model_folder", lambda args, **_: folder)
+    monkeypatch.setattr(_options, "open_engine", lambda args, folder, **_: fake)
+    for name in ("PYENGINE_THREADS", "PYENGINE_DEVICE", "PYENGINE_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True

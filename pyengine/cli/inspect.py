@@ -42,8 +42,8 @@ def tensor_row(info: TensorInfo) -> dict[str, Any]:
     }
 
 
-def describe(folder: Path, *, strict: bool) -> dict[str, Any]:
-    """The `inspect --json` object: folder, config (the ModelSpec), tensors, totals, notes and warnings."""
+def describe(folder: Path, *, strict: bool) -> tuple[ModelSpec, dict[str, Any]]:
+    """The spec, and the `inspect --json` object: folder, config (the spec's fields), tensors, totals and notes."""
     from pyengine.checkpoint import Checkpoint
     from pyengine.config import load_model_spec
     from pyengine.families import check_tensors
@@ -54,7 +54,7 @@ def describe(folder: Path, *, strict: bool) -> dict[str, Any]:
         infos = sorted(checkpoint.tensors.values(), key=lambda info: natural_key(info.name))
         rows = [tensor_row(info) for info in infos]
     config = dataclasses.asdict(spec)
-    return {
+    return spec, {
         "model": str(folder),
         "family": spec.family,
         "architecture": spec.architecture,
@@ -64,7 +64,6 @@ def describe(folder: Path, *, strict: bool) -> dict[str, Any]:
         "notes": notes,
         "config": config,
         "tensors": rows,
-        "layers": layer_lines(spec),
     }
 
 
@@ -89,7 +88,7 @@ def layer_lines(spec: ModelSpec) -> list[str]:
             if present
         ]
         text = (
-            f"{first}-{index}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
+            f"{first if first == index else f'{first}-{index}'}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
             f"{attention.head_dim}, rope {attention.rope.rope_type} theta {attention.rope.theta:g}; "
             f"FFN {ffn.intermediate_size} {ffn.activation}"
         )
@@ -98,7 +97,7 @@ def layer_lines(spec: ModelSpec) -> list[str]:
     return lines
 
 
-def print_table(record: dict[str, Any]) -> None:
+def print_table(spec: ModelSpec, record: dict[str, Any]) -> None:
     config = record["config"]
     print(f"model         {record['model']}")
     print(f"family        {record['family']} ({record['architecture']})")
@@ -106,7 +105,7 @@ def print_table(record: dict[str, Any]) -> None:
     print(f"stored        {_output.format_bytes(record['bytes'])} in {len(record['tensors'])} tensors")
     for key in ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
         print(f"{key:<24}{config[key]}")
-    for line in record["layers"]:
+    for line in layer_lines(spec):
         print(f"layers {line}")
     width = max((len(row["name"]) for row in record["tensors"]), default=0)
     for row in record["tensors"]:
@@ -115,7 +114,7 @@ def print_table(record: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    record = describe(_options.model_folder(args), strict=args.strict)
+    spec, record = describe(_options.model_folder(args), strict=args.strict)
     if not args.quiet:
         for text in record["warnings"]:
             _output.warning(text)
@@ -125,5 +124,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _output.print_json(record)
     else:
-        print_table(record)
+        print_table(spec, record)
     return 0

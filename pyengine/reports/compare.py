@@ -29,7 +29,7 @@ Float64 = npt.NDArray[np.float64]
 
 DEFAULT_TEXT = "compare.txt"
 MAX_TEXT_BYTES = 64 << 20
-BLOCK_ELEMENTS = 1 << 20  # rows are taken in blocks of about this many logits: 4 MiB per temporary, near the cache
+BLOCK_ELEMENTS = 1 << 18  # rows are taken in blocks of about this many logits: 1 MiB per temporary stays in cache
 
 
 class LogitsEngine(Protocol):
