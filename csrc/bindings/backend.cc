@@ -1,0 +1,129 @@
+#include "bindings.h"
+
+namespace pe_py {
+
+Backend::Backend(int threads, const std::string& isa) {
+  const pe_backend_config config{sizeof(pe_backend_config), threads, isa.empty() ? nullptr : isa.c_str()};
+  check(pe_backend_create(&config, &handle));
+}
+
+Backend::~Backend() { pe_backend_destroy(handle); }
+
+namespace {
+
+int32_t tensor_create(Backend& b, int format, int64_t rows, int64_t cols, int group) {
+  const pe_tensor_desc desc{sizeof(pe_tensor_desc), format, rows, cols, group};
+  int32_t id;
+  check(pe_tensor_create(b.handle, &desc, &id));
+  return id;
+}
+
+// source: float32, float16, or uint16 holding bfloat16, C-contiguous [rows, cols]
+void tensor_pack(Backend& b, int32_t id, const py::array& source, int64_t offset, int64_t stride, const py::object& importance) {
+  pe_pack_args args{};
+  args.struct_size = sizeof args;
+  if (py::isinstance<py::array_t<float>>(source)) args.source_dtype = PE_SRC_F32;
+  else if (py::isinstance<py::array_t<uint16_t>>(source)) args.source_dtype = PE_SRC_BF16;
+  else if (source.dtype().kind() == 'f' && source.itemsize() == 2) args.source_dtype = PE_SRC_F16;
+  else raise("RequestError", "pack takes float32, float16 or bfloat16 (as uint16)");
+  if (source.ndim() < 1 || source.ndim() > 2 || !(source.flags() & py::array::c_style))
+    raise("RequestError", "pack takes a C-contiguous array of one or two dimensions");
+  args.source = source.data();
+  args.rows = source.ndim() == 2 ? source.shape(0) : 1;
+  args.panel_offset = offset;
+  args.panel_stride = stride;
+  Array<float> weights;
+  const int64_t cols = source.shape(source.ndim() - 1);
+  if (!importance.is_none()) {
+    weights = importance.cast<Array<float>>();
+    if (weights.ndim() != 1 || weights.shape(0) != cols) raise("RequestError", "importance must be float32 [cols]");
+    args.importance = weights.data();
+  }
+  void* data;
+  check(pe_tensor_data(b.handle, id, &data, nullptr));
+  int64_t expected;
+  std::memcpy(&expected, static_cast<const char*>(data) + 32, 8);  // TensorHeader.cols
+  if (cols != expected) raise("RequestError", "pack: the source has " + std::to_string(cols) + " columns; the tensor " + std::to_string(expected));
+  pe_status status;
+  {
+    py::gil_scoped_release release;
+    status = pe_tensor_pack(b.handle, id, &args);
+  }
+  check(status);
+}
+
+py::array_t<uint8_t> tensor_bytes(const py::object& self, int32_t id) {
+  void* data;
+  size_t bytes;
+  check(pe_tensor_data(self.cast<Backend&>().handle, id, &data, &bytes));
+  py::array_t<uint8_t> copy(static_cast<py::ssize_t>(bytes));
+  std::memcpy(copy.mutable_data(), data, bytes);
+  return copy;
+}
+
+size_t tensor_size(Backend& b, int32_t id) {
+  size_t bytes;
+  check(pe_tensor_data(b.handle, id, nullptr, &bytes));
+  return bytes;
+}
+
+py::array_t<float> tensor_dequantize(Backend& b, int32_t id) {
+  void* data;
+  check(pe_tensor_data(b.handle, id, &data, nullptr));
+  int64_t shape[2];
+  std::memcpy(shape, static_cast<const char*>(data) + 24, 16);  // TensorHeader.rows, cols
+  py::array_t<float> out({shape[0], shape[1]});
+  check(pe_tensor_dequantize(b.handle, id, out.mutable_data()));
+  return out;
+}
+
+int32_t rope_set(Backend& b, int32_t id, const Array<float>& table) {
+  if (table.ndim() != 2) raise("RequestError", "a rope table is float32 [positions, rotary_dim]");
+  check(pe_rope_set(b.handle, &id, table.data(), table.shape(0), static_cast<int32_t>(table.shape(1))));
+  return id;
+}
+
+int32_t kv_create(Backend& b, int layers, int kv_heads, int k_dim, int v_dim, bool bf16) {
+  const pe_kv_desc desc{sizeof(pe_kv_desc), layers, kv_heads, k_dim, v_dim, bf16 ? PE_SRC_BF16 : PE_SRC_F32};
+  int32_t id;
+  check(pe_kv_create(b.handle, &desc, &id));
+  return id;
+}
+
+size_t kv_block_bytes(Backend& b, int32_t group) {
+  size_t bytes;
+  check(pe_kv_block_bytes(b.handle, group, &bytes));
+  return bytes;
+}
+
+}  // namespace
+
+void bind_backend(py::module_& m) {
+  py::class_<Backend>(m, "Backend", "Threads, kernels, tensors, rope tables and KV groups of one CPU backend.")
+      .def(py::init<int, const std::string&>(), py::arg("threads") = 0, py::arg("isa") = "")
+      .def_property_readonly("isa", [](const Backend& b) { return std::string(pe_backend_isa(b.handle)); })
+      .def_property_readonly("threads", [](const Backend& b) { return pe_backend_threads(b.handle); })
+      .def("tensor_create", &tensor_create, py::arg("format"), py::arg("rows"), py::arg("cols"), py::arg("group") = 0)
+      .def("tensor_pack", &tensor_pack, py::arg("id"), py::arg("source"), py::arg("offset") = 0, py::arg("stride") = 1,
+           py::arg("importance") = py::none())
+      .def("tensor_bytes", &tensor_bytes, py::arg("id"))
+      .def("tensor_size", &tensor_size, py::arg("id"))
+      .def("tensor_dequantize", &tensor_dequantize, py::arg("id"))
+      .def("tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
+      .def("rope_set", &rope_set, py::arg("id"), py::arg("table"))
+      .def("kv_create", &kv_create, py::arg("layers"), py::arg("kv_heads"), py::arg("k_dim"), py::arg("v_dim"), py::arg("bf16"))
+      .def("kv_reserve", [](Backend& b, int32_t group, int32_t blocks) { check(pe_kv_reserve(b.handle, group, blocks)); },
+           py::arg("group"), py::arg("blocks"))
+      .def("kv_block_bytes", &kv_block_bytes, py::arg("group"));
+  py::enum_<pe_format>(m, "Format", py::arithmetic())
+      .value("F32", PE_F32)
+      .value("BF16", PE_BF16)
+      .value("INT8", PE_INT8)
+      .value("INT4_SYM", PE_INT4_SYM)
+      .value("INT4_MIN", PE_INT4_MIN)
+      .value("ROWS_F32", PE_ROWS_F32)
+      .value("ROWS_BF16", PE_ROWS_BF16)
+      .value("VECTOR_F32", PE_VECTOR_F32);
+}
+
+}  // namespace pe_py

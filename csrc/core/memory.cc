@@ -1,0 +1,31 @@
+#include "core/memory.h"
+
+#include <sys/mman.h>
+
+#include "core/status.h"
+
+namespace pe {
+
+namespace {
+constexpr size_t kHugePage = size_t{2} << 20;
+}
+
+Memory::Memory(size_t bytes) {
+  size_ = align_up(bytes ? bytes : 1, 4096);
+  void* p = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) {
+    const size_t wanted = size_;
+    size_ = 0;
+    fail(PE_RESOURCE, "cannot allocate %zu bytes", wanted);
+  }
+  data_ = static_cast<uint8_t*>(p);
+#ifdef MADV_HUGEPAGE
+  if (size_ >= 2 * kHugePage) madvise(data_, size_, MADV_HUGEPAGE);
+#endif
+}
+
+Memory::~Memory() {
+  if (data_) munmap(data_, size_);
+}
+
+}  // namespace pe

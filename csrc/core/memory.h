@@ -1,0 +1,39 @@
+// Aligned, zero-filled memory straight from the system. Large blocks ask for huge pages where the system has them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace pe {
+
+constexpr size_t kAlign = 64;
+
+constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes);  // throws Error(PE_RESOURCE)
+  ~Memory();
+  Memory(Memory&& other) noexcept { swap(other); }
+  Memory& operator=(Memory&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  void swap(Memory& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+  }
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace pe

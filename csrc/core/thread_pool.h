@@ -1,0 +1,65 @@
+// A team of threads that executes one function together, with barriers inside it.
+//
+// The caller is thread 0. Workers wait a moment in a loop, then sleep, both between runs and at barriers: pure spinning
+// collapses when there are more threads than cores, pure sleeping costs a wake-up per barrier.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace pe {
+
+// A counter that waiters watch; each on its own cache line.
+class Gate {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  void open();                    // adds one and wakes the waiters
+  void wait(uint32_t seen) const;  // until the value differs from `seen`
+
+ private:
+  alignas(64) std::atomic<uint32_t> value_{0};
+};
+
+class Team {
+ public:
+  explicit Team(int threads);  // throws Error(PE_RESOURCE)
+  ~Team();
+  int size() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls body(thread) on every thread, denormals flushed to zero, and returns when all have ended.
+  void run(const std::function<void(int)>& body);
+
+  // Inside run: all threads meet. `last` runs on the last to arrive, before the others go on.
+  template <class Last>
+  void barrier(Last&& last) {
+    if (size() == 1) {
+      last();
+      return;
+    }
+    const uint32_t seen = barrier_.value();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size() - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      last();
+      barrier_.open();
+    } else {
+      barrier_.wait(seen);
+    }
+  }
+  void barrier() {
+    barrier([] {});
+  }
+
+ private:
+  void work(int thread);
+
+  std::vector<std::thread> workers_;
+  const std::function<void(int)>* body_ = nullptr;
+  bool stop_ = false;
+  Gate start_, barrier_;
+  alignas(64) std::atomic<int> arrived_{0};
+};
+
+}  // namespace pe

@@ -1,0 +1,113 @@
+// What an ISA object exports: one constant table of kernels, and the plain structs they take.
+//
+// Kernels work on a range and know nothing of threads; the runtime shares ranges out. Nothing here has code, so that no
+// inline function can leak from an object compiled for one ISA into another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pe {
+
+constexpr int kPanel = 16;      // output rows in a panel
+constexpr int kActGroup = 64;   // activations that share an int8 scale
+constexpr int kSumGroup = 32;   // activations that share a sum
+constexpr int kGemvTokens = 8;  // up to here the GEMV kernels run
+constexpr int kTileTokens = 12; // rows a GEMM tile may read past the last token: every activation buffer has that slack
+constexpr int kKvBlock = 32;    // tokens in a KV block
+constexpr int kPartition = 256; // keys in an attention partition
+
+// A P16 tensor in memory (docs/packed_formats.md). Panel p starts at data + p * panel_bytes.
+struct Packed {
+  int32_t format;  // pe_format
+  int32_t group;
+  int64_t rows, cols;       // N, K
+  int64_t padded_cols;      // K rounded up to the step of the format
+  int64_t panels, groups;
+  size_t panel_bytes, minimum_offset, data_offset;  // inside a panel; scales are at 0
+  uint8_t* data;
+};
+
+// Quantized activations: T rows of int8 and, per row, the numbers of its groups.
+struct QuantView {
+  int8_t* q;              // [T][q_stride]; columns past K are 0
+  float* scale;           // [T][groups]            value = scale * q
+  float* scaled_sum64;    // [T][groups]            scale * sum over the group
+  float* scaled_sum32;    // [T][2 * groups]        scale * sum over half a group
+  int32_t* negative_sum64;  // [T][groups]          -sum over the group
+  int32_t* negative_sum32;  // [T][2 * groups]
+  int64_t q_stride;       // bytes
+  int64_t groups;         // row stride of the arrays above (twice that for the halves)
+};
+
+struct LinearArgs {
+  const Packed* weight;
+  int64_t panel_begin, panel_end;
+  int64_t tokens;
+  QuantView quant;        // int8 and int4 weights
+  const float* x;         // f32 and bf16 weights: [T][x_stride]
+  int64_t x_stride;
+  const float* bias;      // [rows padded to 16] or nullptr
+  float* out;             // out[t * out_stride + 16 * (panel - panel_begin) + r]; 16 columns of every panel are written
+  int64_t out_stride;
+  int32_t accumulate;     // 1: out += result
+  uint8_t* scratch;       // linear_scratch bytes, for the unpacked panel
+};
+
+struct AttentionArgs {
+  const float* q;         // row r: q + q_offsets[r]
+  const int64_t* q_offsets;
+  const int32_t* key_begin;  // [rows] first and one past the last key of the row
+  const int32_t* key_end;
+  int32_t rows;
+  int32_t k_dim, v_dim, v_stride;  // v_stride: v_dim rounded up to 16
+  int32_t dtype;          // PE_SRC_F32 or PE_SRC_BF16
+  float scale;
+  int32_t partition;      // keys partition * 256 ... + 255
+  const uint8_t* const* k_blocks;  // of the partition's up to 8 blocks; only blocks with a wanted key are read
+  const uint8_t* const* v_blocks;
+  float* scores;          // [rows][256] scratch
+  float* max_out;         // [rows]
+  float* sum_out;         // [rows]
+  float* acc_out;         // [rows][v_stride], not yet divided by the sum
+};
+
+struct PackArgs {
+  const Packed* weight;
+  const void* source;     // [rows, cols]
+  int32_t source_dtype;   // pe_dtype
+  int64_t source_rows;
+  int64_t first_row;      // of this panel, in the source
+  int64_t panel;          // in the tensor
+  const float* importance;
+  float* scratch;         // [align(cols, 8)][16] float
+  int64_t bad_row, bad_col;  // out: the first NaN or Inf, else -1
+};
+
+struct KernelTable {
+  const char* name;
+  int32_t tile_tokens;
+  // y = rms_norm(x) * w over n columns; x and y may be the same
+  void (*rms_norm)(const float* x, const float* w, float* y, int64_t n, float eps);
+  // one row: columns [begin, end) of x into the groups of `out` at row; begin is a multiple of 64
+  void (*quantize)(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row);
+  void (*linear)(const LinearArgs* args);
+  void (*add)(const float* x, float* y, int64_t n);  // y += x
+  // y[16 j + i] = act(x[32 j + i]) * x[32 j + 16 + i]
+  void (*act_mul)(const float* x, float* y, int64_t n, int32_t activation);
+  // one head of `dim` columns, the first `rotary` rotated half-split by cos[rotary / 2] and sin[rotary / 2]
+  void (*rope)(float* x, int64_t rotary, const float* cos, const float* sin);
+  void (*store_k)(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype);
+  void (*store_v)(const float* v, uint8_t* block, int32_t slot, int32_t dim, int32_t stride, int32_t dtype);
+  void (*attention)(const AttentionArgs* args);
+  // running (max, sum, acc) = merged with another partition's; v_stride columns
+  void (*merge)(float* max, float* sum, float* acc, float other_max, float other_sum, const float* other_acc,
+                int64_t n);
+  void (*divide)(const float* acc, float sum, float* out, int64_t n);
+  void (*gather_row)(const Packed* weight, int64_t row, float* out);
+  int32_t (*argmax)(const float* x, int64_t n, float* max, int32_t* finite);  // lowest index on ties
+  double (*sum_exp)(const float* x, int64_t n, float max);                    // sum of exp(x - max)
+  void (*pack_panel)(PackArgs* args);
+};
+
+}  // namespace pe

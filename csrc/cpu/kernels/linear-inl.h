@@ -1,0 +1,284 @@
+// Linear layers over P16: GEMV for 1 to 8 tokens, GEMM above. Both add the same terms in the same order for every
+// output, so that a token's result depends on neither the batch nor the path.
+//
+// Integer formats: inside a sub-block of SUB columns the sum is exact int32; between sub-blocks, ascending,
+//   f = fma(float(acc), scale_w * scale_a, f), then for minimums f = fma(minimum, scale_a * sum_a, f).
+// Float formats: one fma chain per output, k ascending.
+#pragma once
+
+namespace {
+
+template <int FORMAT>
+struct Weights {  // FORMAT: PE_INT8, PE_INT4_SYM, PE_INT4_MIN
+  static constexpr bool kBytes = FORMAT == PE_INT8;
+  static constexpr int kColumns = kBytes ? 4 : 8;  // columns in a 64-byte step
+  static constexpr bool kMinimum = FORMAT == PE_INT4_MIN;
+};
+
+// The start of a sub-block's integer sum: removes the offset that the stored bytes carry.
+template <int FORMAT>
+inline I start_sum(const int32_t* negative_sum) {
+  if (FORMAT == PE_INT4_SYM) return simd::shl<3>(simd::iset1(*negative_sum));
+  if (FORMAT == PE_INT8 && !simd::kSignedBytes) return simd::shl<7>(simd::iset1(*negative_sum));
+  return simd::izero();
+}
+
+template <int FORMAT>
+inline I dot4(I acc, simd::B w, const int8_t* a) {
+  return FORMAT == PE_INT8 ? simd::dot4_u8(acc, w, a) : simd::dot4_u4(acc, w, a);
+}
+
+template <int SUB>
+struct Act {  // the numbers of one row of activations, by sub-block
+  const int8_t* q;
+  const float* scale;
+  const float* scaled_sum;
+  const int32_t* negative_sum;
+  Act() = default;
+  Act(const QuantView& v, int64_t row)
+      : q(v.q + row * v.q_stride),
+        scale(v.scale + row * v.groups),
+        scaled_sum(SUB == 64 ? v.scaled_sum64 + row * v.groups : v.scaled_sum32 + 2 * row * v.groups),
+        negative_sum(SUB == 64 ? v.negative_sum64 + row * v.groups : v.negative_sum32 + 2 * row * v.groups) {}
+};
+
+// One sub-block's contribution to one output vector.
+template <int FORMAT, int SUB>
+inline F add_block(F f, I acc, F scale, F minimum, const float* act_scale, const float* scaled_sum, int64_t s) {
+  f = simd::fma(simd::to_float(acc), simd::mul(scale, simd::set1(act_scale[SUB == 64 ? s : s / 2])), f);
+  if (Weights<FORMAT>::kMinimum) f = simd::fma(minimum, simd::set1(scaled_sum[s]), f);
+  return f;
+}
+
+inline void write_out(const LinearArgs& a, int64_t token, int64_t panel, F f) {
+  if (a.bias) f = simd::add(f, simd::load(a.bias + panel * kPanel));
+  float* out = a.out + token * a.out_stride + (panel - a.panel_begin) * kPanel;
+  if (a.accumulate) f = simd::add(simd::load(out), f);
+  simd::store(out, f);
+}
+
+template <int FORMAT, int SUB, int M, int P>
+void gemv_int(const LinearArgs& a, int64_t panel) {
+  using W = Weights<FORMAT>;
+  constexpr int kChains = W::kBytes || P * M >= 4 ? 1 : 2;
+  constexpr int kAhead = 1536;  // bytes of software prefetch per stream
+  const Packed& w = *a.weight;
+  const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB;
+  const uint8_t* base[P];
+  const uint8_t* data[P];
+  Act<SUB> act[M];
+  F f[P][M];
+  PE_UNROLL for (int p = 0; p < P; ++p) {
+    base[p] = w.data + (panel + p) * w.panel_bytes;
+    data[p] = base[p] + w.data_offset;
+  }
+  PE_UNROLL for (int m = 0; m < M; ++m) {
+    act[m] = Act<SUB>(a.quant, m);
+    PE_UNROLL for (int p = 0; p < P; ++p) f[p][m] = simd::zero();
+  }
+  for (int64_t s = 0; s < subs; ++s) {
+    const int64_t k0 = s * SUB, columns = imin64(SUB, w.padded_cols - k0);
+    I acc[P][M][kChains];
+    PE_UNROLL for (int m = 0; m < M; ++m) {
+      PE_UNROLL for (int p = 0; p < P; ++p) {
+        acc[p][m][0] = start_sum<FORMAT>(act[m].negative_sum + s);
+        if (kChains > 1) acc[p][m][kChains - 1] = simd::izero();
+      }
+    }
+    auto step = [&](int64_t k) __attribute__((always_inline)) {
+      PE_UNROLL for (int p = 0; p < P; ++p) {
+        const simd::B b = simd::bload(data[p]);
+        simd::prefetch(data[p] + kAhead);
+        data[p] += 64;
+        PE_UNROLL for (int m = 0; m < M; ++m) {
+          if (W::kBytes) {
+            acc[p][m][0] = dot4<FORMAT>(acc[p][m][0], b, act[m].q + k);
+          } else {
+            acc[p][m][0] = dot4<FORMAT>(acc[p][m][0], simd::low_nibbles(b), act[m].q + k);
+            acc[p][m][kChains - 1] = dot4<FORMAT>(acc[p][m][kChains - 1], simd::high_nibbles(b), act[m].q + k + 4);
+          }
+        }
+      }
+    };
+    if (columns == SUB) {
+      PE_UNROLL for (int i = 0; i < SUB / W::kColumns; ++i) step(k0 + i * W::kColumns);
+    } else {
+      for (int64_t i = 0; i < columns; i += W::kColumns) step(k0 + i);
+    }
+    PE_UNROLL for (int p = 0; p < P; ++p) {
+      const int64_t g = (ratio == 1 ? s : s / ratio) * kPanel;
+      const F scale = simd::load_bf16(reinterpret_cast<const uint16_t*>(base[p]) + g);
+      const F minimum =
+          W::kMinimum ? simd::load_bf16(reinterpret_cast<const uint16_t*>(base[p] + w.minimum_offset) + g) : simd::zero();
+      PE_UNROLL for (int m = 0; m < M; ++m) {
+        const I sum = kChains > 1 ? simd::iadd(acc[p][m][0], acc[p][m][kChains - 1]) : acc[p][m][0];
+        f[p][m] = add_block<FORMAT, SUB>(f[p][m], sum, scale, minimum, act[m].scale, act[m].scaled_sum, s);
+      }
+    }
+  }
+  PE_UNROLL for (int p = 0; p < P; ++p)
+    PE_UNROLL for (int m = 0; m < M; ++m) write_out(a, m, panel + p, f[p][m]);
+}
+
+// int4 panel -> one byte per weight, [padded_cols / 4][16][4]
+inline void unpack_panel(const uint8_t* data, int64_t padded_cols, uint8_t* out) {
+  for (int64_t k = 0; k < padded_cols; k += 8, data += 64, out += 128) {
+    const simd::B b = simd::bload(data);
+    simd::bstore(out, simd::low_nibbles(b));
+    simd::bstore(out + 64, simd::high_nibbles(b));
+  }
+}
+
+// T tokens from token0; rows past `valid` are computed on the buffer's slack and dropped.
+template <int FORMAT, int SUB, int T>
+void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t token0, int64_t valid) {
+  const Packed& w = *a.weight;
+  const uint8_t* base = w.data + panel * w.panel_bytes;
+  const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB, stride = a.quant.q_stride;
+  const int64_t groups = a.quant.groups, sums = SUB == 64 ? groups : 2 * groups;
+  const Act<SUB> act(a.quant, token0);
+  F f[T];
+  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = simd::zero();
+  const int8_t* row[T / 3 + 1];  // every third row: the two between are base + stride and base + 2 * stride
+  for (int64_t s = 0; s < subs; ++s) {
+    const int64_t k0 = s * SUB, columns = imin64(SUB, w.padded_cols - k0);
+    PE_UNROLL for (int j = 0; j < T; j += 3) row[j / 3] = act.q + k0 + j * stride;
+    I acc[T];
+    PE_UNROLL for (int j = 0; j < T; ++j) acc[j] = start_sum<FORMAT>(act.negative_sum + j * sums + s);
+    auto step = [&](int64_t k) __attribute__((always_inline)) {
+      const simd::B b = simd::bload(bytes + k * kPanel);
+      PE_UNROLL for (int j = 0; j < T; ++j) acc[j] = dot4<FORMAT>(acc[j], b, row[j / 3] + (j % 3) * stride + k);
+    };
+    if (columns == SUB) {
+      PE_UNROLL for (int i = 0; i < SUB / 4; ++i) step(4 * i);
+    } else {
+      for (int64_t i = 0; i < columns; i += 4) step(i);
+    }
+    bytes += columns * kPanel;
+    const int64_t g = (ratio == 1 ? s : s / ratio) * kPanel;
+    const F scale = simd::load_bf16(reinterpret_cast<const uint16_t*>(base) + g);
+    const F minimum = Weights<FORMAT>::kMinimum
+                          ? simd::load_bf16(reinterpret_cast<const uint16_t*>(base + w.minimum_offset) + g)
+                          : simd::zero();
+    PE_UNROLL for (int j = 0; j < T; ++j)
+      f[j] = add_block<FORMAT, SUB>(f[j], acc[j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
+  }
+  PE_UNROLL for (int j = 0; j < T; ++j)
+    if (j < valid) write_out(a, token0 + j, panel, f[j]);
+}
+
+template <int FORMAT>
+inline void float_step(const uint8_t* data, int64_t k, F& even, F& odd) {
+  if (FORMAT == PE_F32) {
+    even = simd::load(reinterpret_cast<const float*>(data) + k * kPanel);
+    odd = simd::load(reinterpret_cast<const float*>(data) + (k + 1) * kPanel);
+  } else {
+    const I pair = simd::iload(reinterpret_cast<const int32_t*>(data) + k / 2 * kPanel);
+    even = simd::as_float(simd::shl<16>(pair));
+    odd = simd::as_float(simd::iand(pair, simd::iset1(static_cast<int32_t>(0xffff0000))));
+  }
+}
+
+// M tokens x P panels of float weights. Rows from token0; rows past `valid` are dropped.
+template <int FORMAT, int M, int P>
+void block_float(const LinearArgs& a, int64_t panel, int64_t token0, int64_t valid) {
+  const Packed& w = *a.weight;
+  const float* x = a.x + token0 * a.x_stride;
+  const float* row[M / 3 + 1];
+  PE_UNROLL for (int m = 0; m < M; m += 3) row[m / 3] = x + m * a.x_stride;
+  const int64_t stride = a.x_stride;
+  const uint8_t* data[P];
+  F f[P][M];
+  PE_UNROLL for (int p = 0; p < P; ++p) {
+    data[p] = w.data + (panel + p) * w.panel_bytes + w.data_offset;
+    PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] = simd::zero();
+  }
+  const int64_t pairs = w.cols / 2 * 2;
+  for (int64_t k = 0; k < pairs; k += 2) {
+    PE_UNROLL for (int p = 0; p < P; ++p) {
+      F even, odd;
+      float_step<FORMAT>(data[p], k, even, odd);
+      simd::prefetch(data[p] + (FORMAT == PE_F32 ? 64 : 32) * k + 2048);
+      PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] = simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + k]), f[p][m]);
+      PE_UNROLL for (int m = 0; m < M; ++m)
+        f[p][m] = simd::fma(odd, simd::set1(row[m / 3][(m % 3) * stride + k + 1]), f[p][m]);
+    }
+  }
+  if (w.cols % 2) {  // the packed data is padded to a pair; the activations are not read past K
+    PE_UNROLL for (int p = 0; p < P; ++p) {
+      F even, odd;
+      float_step<FORMAT>(data[p], pairs, even, odd);
+      PE_UNROLL for (int m = 0; m < M; ++m)
+        f[p][m] = simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + pairs]), f[p][m]);
+    }
+  }
+  PE_UNROLL for (int p = 0; p < P; ++p)
+    PE_UNROLL for (int m = 0; m < M; ++m)
+      if (m < valid) write_out(a, token0 + m, panel + p, f[p][m]);
+}
+
+template <int FORMAT, int SUB, int M>
+void gemv_panels(const LinearArgs& a) {
+  constexpr bool kFloat = FORMAT == PE_F32 || FORMAT == PE_BF16;
+  constexpr int kMost = kFloat ? simd::kFloatPanels : simd::kGemvPanels;
+  constexpr int P = M <= 2 ? kMost : (M <= 4 ? (kMost + 1) / 2 : 1);
+  int64_t p = a.panel_begin;
+  if constexpr (kFloat) {
+    for (; p + P <= a.panel_end; p += P) block_float<FORMAT, M, P>(a, p, 0, M);
+    for (; p < a.panel_end; ++p) block_float<FORMAT, M, 1>(a, p, 0, M);
+  } else {
+    for (; p + P <= a.panel_end; p += P) gemv_int<FORMAT, SUB, M, P>(a, p);
+    for (; p < a.panel_end; ++p) gemv_int<FORMAT, SUB, M, 1>(a, p);
+  }
+}
+
+template <int FORMAT, int SUB>
+void linear_format(const LinearArgs& a) {
+  constexpr bool kFloat = FORMAT == PE_F32 || FORMAT == PE_BF16;
+  switch (a.tokens) {
+    case 1: return gemv_panels<FORMAT, SUB, 1>(a);
+    case 2: return gemv_panels<FORMAT, SUB, 2>(a);
+    case 3: return gemv_panels<FORMAT, SUB, 3>(a);
+    case 4: return gemv_panels<FORMAT, SUB, 4>(a);
+    case 5: return gemv_panels<FORMAT, SUB, 5>(a);
+    case 6: return gemv_panels<FORMAT, SUB, 6>(a);
+    case 7: return gemv_panels<FORMAT, SUB, 7>(a);
+    case 8: return gemv_panels<FORMAT, SUB, 8>(a);
+    default: break;
+  }
+  constexpr int T = simd::kTile, kSmall = 4;
+  for (int64_t panel = a.panel_begin; panel < a.panel_end; ++panel) {
+    const uint8_t* bytes = a.weight->data + panel * a.weight->panel_bytes + a.weight->data_offset;
+    if (!kFloat && FORMAT != PE_INT8) {
+      unpack_panel(bytes, a.weight->padded_cols, a.scratch);
+      bytes = a.scratch;
+    }
+    for (int64_t t = 0; t < a.tokens;) {
+      const int64_t left = a.tokens - t;
+      if (T > kSmall && left <= kSmall) {
+        if constexpr (kFloat) block_float<FORMAT, kSmall, 1>(a, panel, t, left);
+        else tile_int<FORMAT, SUB, kSmall>(a, bytes, panel, t, left);
+        t += kSmall;
+      } else {
+        if constexpr (kFloat) block_float<FORMAT, T, 1>(a, panel, t, left);
+        else tile_int<FORMAT, SUB, T>(a, bytes, panel, t, left);
+        t += T;
+      }
+    }
+  }
+}
+
+void linear(const LinearArgs* args) {
+  const LinearArgs& a = *args;
+  const bool half = a.weight->group == 32;
+  switch (a.weight->format) {
+    case PE_F32: return linear_format<PE_F32, 64>(a);
+    case PE_BF16: return linear_format<PE_BF16, 64>(a);
+    case PE_INT8: return linear_format<PE_INT8, 64>(a);
+    case PE_INT4_SYM: return half ? linear_format<PE_INT4_SYM, 32>(a) : linear_format<PE_INT4_SYM, 64>(a);
+    case PE_INT4_MIN: return half ? linear_format<PE_INT4_MIN, 32>(a) : linear_format<PE_INT4_MIN, 64>(a);
+    default: return;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,177 @@
+// Kernels over single rows: norm, quantize, add, activation, RoPE, argmax, gather.
+#pragma once
+
+namespace {
+
+// y = (x * 1 / sqrt(mean(x^2) + eps)) * w (Zhang & Sennrich 2019). 16 partial sums, added in a fixed tree.
+void rms_norm(const float* x, const float* w, float* y, int64_t n, float eps) {
+  F sum = simd::zero();
+  const int64_t whole = n / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) {
+    const F v = simd::load(x + i);
+    sum = simd::fma(v, v, sum);
+  }
+  float tail[16] = {0};
+  for (int64_t i = whole; i < n; ++i) tail[i - whole] = x[i];
+  const F v = simd::load(tail);
+  sum = simd::fma(v, v, sum);
+  const float inverse = 1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(n) + eps);
+  const F scale = simd::set1(inverse);
+  for (int64_t i = 0; i < whole; i += 16) simd::store(y + i, simd::mul(simd::mul(simd::load(x + i), scale), simd::load(w + i)));
+  for (int64_t i = whole; i < n; ++i) y[i] = (x[i] * inverse) * w[i];
+}
+
+// Groups of 64: scale = max |x| / 127, q = x / scale to the nearest even. A NaN or Inf makes the scale NaN.
+void quantize(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row) {
+  const QuantView& o = *out;
+  int8_t* q = o.q + row * o.q_stride;
+  for (int64_t k = begin; k < end; k += kActGroup) {
+    float copy[kActGroup];
+    const float* source = x + k;
+    if (end - k < kActGroup) {
+      for (int i = 0; i < kActGroup; ++i) copy[i] = k + i < end ? x[k + i] : 0.0f;
+      source = copy;
+    }
+    F v[4], amax = simd::zero(), poison = simd::zero();
+    for (int i = 0; i < 4; ++i) {
+      v[i] = simd::load(source + 16 * i);
+      amax = simd::max(amax, simd::abs(v[i]));
+      poison = simd::fma(v[i], simd::zero(), poison);
+    }
+    const float max = reduce_max(amax);
+    const float inverse = max > 0.0f ? 127.0f / max : 0.0f;
+    // a row of denormals: 127 / max overflows; such values count as 0
+    const bool tiny = !(inverse < 3.0e38f);
+    const float scale = (tiny ? 0.0f : max / 127.0f) + reduce_add(poison);
+    const F by = simd::set1(tiny ? 0.0f : inverse);
+    I sum[2] = {simd::izero(), simd::izero()};
+    for (int i = 0; i < 4; ++i) {
+      const I r = simd::round_int(simd::mul(v[i], by));
+      simd::store_low8(q + k + 16 * i, r);
+      sum[i / 2] = simd::iadd(sum[i / 2], r);
+    }
+    const int32_t first = reduce_add(sum[0]), second = reduce_add(sum[1]);
+    const int64_t g = row * o.groups + k / kActGroup;
+    o.scale[g] = scale;
+    o.negative_sum32[2 * g] = -first;
+    o.negative_sum32[2 * g + 1] = -second;
+    o.negative_sum64[g] = -(first + second);
+    o.scaled_sum32[2 * g] = scale * static_cast<float>(first);
+    o.scaled_sum32[2 * g + 1] = scale * static_cast<float>(second);
+    o.scaled_sum64[g] = scale * static_cast<float>(first + second);
+  }
+}
+
+void add(const float* x, float* y, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) simd::store(y + i, simd::add(simd::load(y + i), simd::load(x + i)));
+  for (; i < n; ++i) y[i] = y[i] + x[i];
+}
+
+// n is a multiple of 16: rows are padded to whole panels
+void act_mul(const float* x, float* y, int64_t n, int32_t activation) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const F gate = simd::load(x + 2 * i), up = simd::load(x + 2 * i + 16);
+    simd::store(y + i, simd::mul(activation == PE_SILU ? silu(gate) : gelu_tanh(gate), up));
+  }
+}
+
+// Half-split rotation (Su et al. 2021, in the layout of GPT-NeoX): pairs are (i, i + rotary / 2).
+void rope(float* x, int64_t rotary, const float* cos, const float* sin) {
+  const int64_t half = rotary / 2;
+  int64_t i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const F a = simd::load(x + i), b = simd::load(x + half + i), c = simd::load(cos + i), s = simd::load(sin + i);
+    simd::store(x + i, simd::fma(simd::sub(simd::zero(), b), s, simd::mul(a, c)));
+    simd::store(x + half + i, simd::fma(a, s, simd::mul(b, c)));
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = __builtin_fmaf(-b, sin[i], a * cos[i]);
+    x[half + i] = __builtin_fmaf(a, sin[i], b * cos[i]);
+  }
+}
+
+inline float bf16_to_float(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float f;
+  __builtin_memcpy(&f, &bits, 4);
+  return f;
+}
+
+// One row of an embedding, dequantized: [cols]
+void gather_row(const Packed* weight, int64_t row, float* out) {
+  const Packed& w = *weight;
+  if (w.format == PE_ROWS_F32 || w.format == PE_VECTOR_F32) {
+    __builtin_memcpy(out, w.data + row * w.cols * 4, w.cols * 4);
+    return;
+  }
+  if (w.format == PE_ROWS_BF16) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(w.data) + row * w.cols;
+    for (int64_t k = 0; k < w.cols; ++k) out[k] = bf16_to_float(p[k]);
+    return;
+  }
+  const uint8_t* panel = w.data + row / kPanel * w.panel_bytes;
+  const uint8_t* data = panel + w.data_offset;
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel);
+  const uint16_t* minimums = reinterpret_cast<const uint16_t*>(panel + w.minimum_offset);
+  const int64_t r = row % kPanel;
+  for (int64_t k = 0; k < w.cols; ++k) {
+    if (w.format == PE_F32) {
+      out[k] = reinterpret_cast<const float*>(data)[k * kPanel + r];
+    } else if (w.format == PE_BF16) {
+      out[k] = bf16_to_float(reinterpret_cast<const uint16_t*>(data)[k / 2 * 32 + 2 * r + k % 2]);
+    } else {
+      const float scale = bf16_to_float(scales[k / w.group * kPanel + r]);
+      if (w.format == PE_INT8) {
+        out[k] = scale * static_cast<float>(data[k / 4 * 64 + 4 * r + k % 4] - 128);
+      } else {
+        const int q = (data[k / 8 * 64 + 4 * r + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15;
+        out[k] = w.format == PE_INT4_SYM
+                     ? scale * static_cast<float>(q - 8)
+                     : __builtin_fmaf(scale, static_cast<float>(q), bf16_to_float(minimums[k / w.group * kPanel + r]));
+      }
+    }
+  }
+}
+
+// Lowest index of the maximum. finite = 0 if any value is NaN or infinite.
+int32_t argmax(const float* x, int64_t n, float* max, int32_t* finite) {
+  F best = simd::set1(-__builtin_inff()), poison = simd::zero();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const F v = simd::load(x + i);
+    best = simd::max(v, best);
+    poison = simd::fma(v, simd::zero(), poison);
+  }
+  float top = reduce_max(best), bad = reduce_add(poison);
+  for (; i < n; ++i) {
+    top = fmax1(x[i], top);
+    bad = __builtin_fmaf(x[i], 0.0f, bad);
+  }
+  *max = top;
+  *finite = bad == 0.0f;
+  for (int64_t j = 0; j < n; ++j)
+    if (x[j] == top) return static_cast<int32_t>(j);
+  return 0;
+}
+
+double sum_exp(const float* x, int64_t n, float max) {
+  const F shift = simd::set1(max);
+  double total = 0.0;
+  int64_t i = 0;
+  while (i + 16 <= n) {  // float lanes over at most 4096 values, then double
+    F sum = simd::zero();
+    for (int64_t end = imin64(n, i + 4096); i + 16 <= end; i += 16)
+      sum = simd::add(sum, exp(simd::sub(simd::load(x + i), shift)));
+    total += static_cast<double>(reduce_add(sum));
+  }
+  if (i < n) {
+    float tail[16];
+    for (int j = 0; j < 16; ++j) tail[j] = i + j < n ? x[i + j] : -__builtin_inff();
+    total += static_cast<double>(reduce_add(exp(simd::sub(simd::load(tail), shift))));
+  }
+  return total;
+}
+
+}  // namespace

@@ -1,0 +1,124 @@
+// The 16-lane trait for AVX2 with FMA: two halves of 8 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+namespace simd {
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+using B = I;
+
+constexpr int kTile = 4;
+constexpr int kGemvPanels = 1;
+constexpr int kFloatPanels = 2;
+constexpr int kScoreRows = 2;
+constexpr int kValueRows = 2;
+constexpr int kValueColumns = 2;
+constexpr bool kSignedBytes = true;  // dot4_u8 removes the 128 itself: vpmaddubsw would saturate on the stored byte
+constexpr const char* kName = "avx2";
+
+inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F abs(F x) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
+}
+inline F select_lt(F p, F q, F x, F y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(p.a, q.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(p.b, q.b, _CMP_LT_OQ))};
+}
+
+inline I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I bload(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline void bstore(uint8_t* p, I x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), x.b);
+}
+inline I iload(const int32_t* p) { return bload(reinterpret_cast<const uint8_t*>(p)); }
+inline void istore(int32_t* p, I x) { bstore(reinterpret_cast<uint8_t*>(p), x); }
+inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I ior(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I imax(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline I imin(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+template <int N>
+inline I shl(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+template <int N>
+inline I shr(I x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+
+inline F load_bf16(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return as_float(shl<16>({_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))}));
+}
+inline void store_high16(uint16_t* p, I x) {
+  const I s = shr<16>(x);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(s.a, s.b), 0xD8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+inline void store_low8(int8_t* p, I x) {
+  const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
+                                        -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const __m256i first = _mm256_shuffle_epi8(x.a, pick), second = _mm256_shuffle_epi8(x.b, pick);
+  const __m128i quads = _mm_setr_epi32(
+      _mm256_extract_epi32(first, 0), _mm256_extract_epi32(first, 4), _mm256_extract_epi32(second, 0),
+      _mm256_extract_epi32(second, 4));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), quads);
+}
+
+inline B low_nibbles(B x) {
+  const __m256i m = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+inline B high_nibbles(B x) {
+  const __m256i m = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
+}
+inline I dot4_u4(I acc, B w, const int8_t* p) {
+  int32_t a;
+  __builtin_memcpy(&a, p, 4);
+  const __m256i x = _mm256_set1_epi32(a), ones = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w.a, x), ones)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w.b, x), ones))};
+}
+inline I dot4_u8(I acc, B w, const int8_t* p) {
+  int32_t a;
+  __builtin_memcpy(&a, p, 4);
+  const __m256i x = _mm256_set1_epi32(a), ones = _mm256_set1_epi16(1), flip = _mm256_set1_epi8(-128);
+  const __m256i wa = _mm256_xor_si256(w.a, flip), wb = _mm256_xor_si256(w.b, flip);
+  const __m256i pa = _mm256_maddubs_epi16(_mm256_abs_epi8(wa), _mm256_sign_epi8(x, wa));
+  const __m256i pb = _mm256_maddubs_epi16(_mm256_abs_epi8(wb), _mm256_sign_epi8(x, wb));
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(pa, ones)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(pb, ones))};
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace simd
+}  // namespace

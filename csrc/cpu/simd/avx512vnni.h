@@ -1,0 +1,84 @@
+// The 16-lane trait for AVX-512 with VNNI. The other ISAs have the same names and the same results, lane by lane.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+namespace simd {
+
+using F = __m512;   // 16 float
+using I = __m512i;  // 16 int32
+using B = __m512i;  // 64 bytes: lane r holds bytes 4 r .. 4 r + 3
+
+constexpr int kTile = 12;         // tokens in a GEMM tile
+constexpr int kGemvPanels = 2;    // panels a GEMV reads at once
+constexpr int kFloatPanels = 4;   // the same for float weights, whose chains are longer
+constexpr int kScoreRows = 6;     // query rows that share a load of K
+constexpr int kValueRows = 4;     // query rows and 16-column groups that share a load of V
+constexpr int kValueColumns = 4;
+constexpr bool kSignedBytes = false;  // dot4_u8 takes the stored byte (value + 128) and needs the sum correction
+constexpr const char* kName = "avx512vnni";
+
+inline F zero() { return _mm512_setzero_ps(); }
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F div(F a, F b) { return _mm512_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F abs(F a) { return _mm512_abs_ps(a); }
+// a < b ? x : y
+inline F select_lt(F a, F b, F x, F y) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x); }
+
+inline I izero() { return _mm512_setzero_si512(); }
+inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }
+inline I iload(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline void istore(int32_t* p, I x) { _mm512_storeu_si512(p, x); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I ior(I a, I b) { return _mm512_or_si512(a, b); }
+inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+inline I imin(I a, I b) { return _mm512_min_epi32(a, b); }
+template <int N>
+inline I shl(I a) { return _mm512_slli_epi32(a, N); }
+template <int N>
+inline I shr(I a) { return _mm512_srli_epi32(a, N); }  // logical
+inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+inline I round_int(F a) { return _mm512_cvtps_epi32(a); }  // nearest even
+inline F as_float(I a) { return _mm512_castsi512_ps(a); }
+inline I as_int(F a) { return _mm512_castps_si512(a); }
+
+// 16 bfloat16 <-> 16 float (the store truncates: round first)
+inline F load_bf16(const uint16_t* p) {
+  return as_float(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+}
+inline void store_high16(uint16_t* p, I a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(shr<16>(a)));
+}
+// low byte of each lane
+inline void store_low8(int8_t* p, I a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+}
+
+inline B bload(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void bstore(uint8_t* p, B x) { _mm512_storeu_si512(p, x); }
+inline B low_nibbles(B b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+inline B high_nibbles(B b) { return _mm512_and_si512(_mm512_srli_epi16(b, 4), _mm512_set1_epi8(15)); }
+// acc += sum over the 4 bytes of each lane of w * a, a = 4 int8 at p; w is unsigned: 0..15, or a stored int8 byte
+inline I dot4_u4(I acc, B w, const int8_t* p) {
+  int32_t a;
+  __builtin_memcpy(&a, p, 4);
+  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a));
+}
+inline I dot4_u8(I acc, B w, const int8_t* p) { return dot4_u4(acc, w, p); }
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace simd
+}  // namespace

@@ -1,0 +1,178 @@
+// The attention op: tiles of query rows against partitions of 256 keys.
+//
+// A prefill tile walks its partitions and merges as it goes. In decode there are few tiles, so every (tile, partition) is
+// a task of its own and the merge follows after a barrier. Both merge the same partials in the same ascending order.
+#include <algorithm>
+
+#include "runtime/program.h"
+
+namespace pe {
+
+namespace {
+constexpr int64_t kSplitTokens = 8;  // batches up to here split over partitions
+}
+
+void Program::tile_batch() {
+  const pe_batch& b = *batch_;
+  int64_t partial_rows = 0;
+  bool long_context = false;
+  for (Tiling& tiling : tilings_) {
+    tiling.tiles.clear();
+    tiling.partial_rows = tiling.partition_tasks = 0;
+    for (int32_t s = 0; s < b.sequences; ++s) {
+      for (int32_t t = b.query_start[s]; t < b.query_start[s + 1]; t += tiling.tile_tokens) {
+        const int32_t end = std::min(t + tiling.tile_tokens, b.query_start[s + 1]);
+        const int32_t partitions = b.positions[end - 1] / kPartition + 1;
+        tiling.tiles.push_back({s, t, end, partitions, tiling.partial_rows});
+        tiling.partial_rows += int64_t{partitions} * (end - t) * tiling.heads_per_kv;
+        tiling.partition_tasks += partitions;
+        long_context |= partitions > 1;
+      }
+    }
+    partial_rows = std::max(partial_rows, tiling.partial_rows);
+  }
+  split_ = long_context && b.tokens <= kSplitTokens;
+  if (!split_) return;
+  const size_t wanted = static_cast<size_t>(partial_rows * split_heads_ * (max_v_stride_ + 2)) * 4;
+  if (partials_.size() < wanted) {
+    partials_ = Memory(2 * wanted);
+    ++allocations_;
+  }
+}
+
+void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, float* max,
+                               float* sum, float* acc, int thread) {
+  const int32_t ratio = op.d.heads / op.d.kv_heads, rows = (tile.end - tile.begin) * ratio;
+  uint8_t* scratch = thread_scratch(thread);
+  int64_t* q_offsets = reinterpret_cast<int64_t*>(scratch + rows_offset_);
+  int32_t* begin = reinterpret_cast<int32_t*>(q_offsets + max_rows_);
+  int32_t* end = begin + max_rows_;
+  for (int32_t r = 0; r < rows; ++r) {
+    const int64_t t = tile.begin + r / ratio;
+    const int32_t p = batch_->positions[t];
+    q_offsets[r] = t * op.input->stride + (kv_head * ratio + r % ratio) * op.d.head_dim;
+    begin[r] = op.d.window > 0 ? std::max(0, p + 1 - op.d.window) : 0;
+    end[r] = p + 1;
+  }
+  constexpr int kBlocks = kPartition / kKvBlock;
+  const uint8_t *k_blocks[kBlocks], *v_blocks[kBlocks];
+  for (int i = 0; i < kBlocks; ++i) {
+    const int64_t index = int64_t{partition} * kBlocks + i;
+    if (index * kKvBlock >= end[rows - 1]) {
+      k_blocks[i] = v_blocks[i] = nullptr;
+      continue;
+    }
+    const int32_t block = block_of(op, tile.sequence, index);
+    k_blocks[i] = op.kv->k(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
+    v_blocks[i] = op.kv->v(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
+  }
+  AttentionArgs a{};
+  a.q = op.input->f;
+  a.q_offsets = q_offsets;
+  a.key_begin = begin;
+  a.key_end = end;
+  a.rows = rows;
+  a.k_dim = a.v_dim = op.d.head_dim;
+  a.v_stride = op.kv->v_stride();
+  a.dtype = op.kv->desc().dtype;
+  a.scale = op.d.scale;
+  a.partition = partition;
+  a.k_blocks = k_blocks;
+  a.v_blocks = v_blocks;
+  a.scores = reinterpret_cast<float*>(scratch + scores_offset_);
+  a.max_out = max;
+  a.sum_out = sum;
+  a.acc_out = acc;
+  k_.attention(&a);
+}
+
+namespace {
+constexpr float kMinusInf = -__builtin_inff();
+}
+
+void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread) {
+  const Buffer& out = op.d.kind == PE_OP_ATTENTION ? *op.output : *op.scratch;
+  const int32_t ratio = op.d.heads / op.d.kv_heads, rows = (tile.end - tile.begin) * ratio;
+  const int64_t width = op.kv->v_stride();
+  uint8_t* scratch = thread_scratch(thread);
+  float* acc = reinterpret_cast<float*>(scratch + acc_offset_);
+  float* part = acc + max_rows_ * max_v_stride_;
+  float* max = reinterpret_cast<float*>(scratch + rows_offset_ + static_cast<size_t>(max_rows_) * 16);
+  float *sum = max + max_rows_, *part_max = sum + max_rows_, *part_sum = part_max + max_rows_;
+  std::fill(max, max + rows, kMinusInf);
+  std::fill(sum, sum + rows, 0.0f);
+  std::fill(acc, acc + rows * width, 0.0f);
+  const int32_t first_position = batch_->positions[tile.begin];
+  const int32_t first_key = op.d.window > 0 ? std::max(0, first_position + 1 - op.d.window) : 0;
+  for (int32_t p = first_key / kPartition; p < tile.partitions; ++p) {
+    attend_partition(op, tile, kv_head, p, part_max, part_sum, part, thread);
+    for (int32_t r = 0; r < rows; ++r)
+      k_.merge(max + r, sum + r, acc + r * width, part_max[r], part_sum[r], part + r * width, width);
+  }
+  for (int32_t r = 0; r < rows; ++r)
+    k_.divide(acc + r * width, sum[r], out.row(tile.begin + r / ratio) + (kv_head * ratio + r % ratio) * op.d.head_dim, op.d.head_dim);
+}
+
+void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread) {
+  const Buffer& out = op.d.kind == PE_OP_ATTENTION ? *op.output : *op.scratch;
+  const int32_t ratio = op.d.heads / op.d.kv_heads, rows = (tile.end - tile.begin) * ratio;
+  const int64_t width = op.kv->v_stride(), kv_heads = op.d.kv_heads;
+  float* acc = reinterpret_cast<float*>(thread_scratch(thread) + acc_offset_);
+  const float* partials = reinterpret_cast<const float*>(partials_.data());
+  for (int32_t r = 0; r < rows; ++r) {
+    float max = kMinusInf, sum = 0.0f;
+    std::fill(acc, acc + width, 0.0f);
+    for (int32_t p = 0; p < tile.partitions; ++p) {
+      const int64_t first = (tile.first_partial + int64_t{p} * rows) * kv_heads + kv_head * rows;
+      const float* base = partials + first * (width + 2);
+      k_.merge(&max, &sum, acc, base[rows * width + r], base[rows * (width + 1) + r], base + r * width, width);
+    }
+    k_.divide(acc, sum, out.row(tile.begin + r / ratio) + (kv_head * ratio + r % ratio) * op.d.head_dim, op.d.head_dim);
+  }
+}
+
+void Program::attention(const Op& op, int thread) {
+  const Tiling& tiling = tilings_[op.tiling];
+  const int64_t kv_heads = op.d.kv_heads, tiles = static_cast<int64_t>(tiling.tiles.size());
+  const volatile int32_t* cancel = batch_->cancel;
+  const auto tasks = [&](int64_t count, auto&& body) {
+    for (int64_t i; (i = counter_.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      if (cancel && *cancel) return;
+      body(i);
+    }
+  };
+  if (!split_) {
+    // last tiles first: they have the most keys
+    tasks(tiles * kv_heads, [&](int64_t i) {
+      attend_tile(op, tiling.tiles[static_cast<size_t>(tiles - 1 - i / kv_heads)], i % kv_heads, thread);
+    });
+  } else {
+    const int64_t width = op.kv->v_stride();
+    tasks(tiling.partition_tasks * kv_heads, [&](int64_t i) {
+      int64_t index = i / kv_heads;
+      size_t t = 0;
+      while (index >= tiling.tiles[t].partitions) index -= tiling.tiles[t++].partitions;
+      const TokenTile& tile = tiling.tiles[t];
+      const int64_t rows = int64_t{tile.end - tile.begin} * tiling.heads_per_kv;
+      const int64_t first = (tile.first_partial + index * rows) * kv_heads + i % kv_heads * rows;
+      float* base = reinterpret_cast<float*>(partials_.data()) + first * (width + 2);
+      attend_partition(op, tile, i % kv_heads, static_cast<int32_t>(index), base + rows * width, base + rows * (width + 1), base, thread);
+    });
+    inner_barrier();
+    tasks(tiles * kv_heads, [&](int64_t i) {
+      merge_partials(op, tiling.tiles[static_cast<size_t>(i / kv_heads)], i % kv_heads, thread);
+    });
+  }
+  if (op.d.kind == PE_OP_ATTENTION) return;
+  inner_barrier();
+  const int64_t groups = (op.output->width + kActGroup - 1) / kActGroup;
+  const int64_t chunk = batch_->tokens > kSplitTokens ? groups : std::max<int64_t>(1, groups / backend_.team.size());
+  for (int64_t i; (i = counter_.fetch_add(chunk, std::memory_order_relaxed)) < batch_->tokens * groups;) {
+    for (int64_t j = i; j < std::min(i + chunk, batch_->tokens * groups); ++j) {
+      const int64_t t = j / groups, column = j % groups * kActGroup;
+      k_.quantize(op.scratch->row(t), column, std::min(column + kActGroup, op.output->width), &op.output->quant, t);
+    }
+  }
+}
+
+}  // namespace pe

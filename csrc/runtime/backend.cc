@@ -1,0 +1,112 @@
+#include "runtime/backend.h"
+
+#include <atomic>
+#include <cstring>
+#include <mutex>
+
+#include "core/status.h"
+
+using namespace pe;
+
+namespace {
+
+template <class List>
+auto& find(const List& list, int32_t id, const char* what) {
+  if (id < 0 || static_cast<size_t>(id) >= list.size() || !list[static_cast<size_t>(id)])
+    fail(PE_REQUEST, "%s %d does not exist", what, id);
+  return *list[static_cast<size_t>(id)];
+}
+
+int checked_threads(int threads) {
+  if (threads < 0 || threads > 1024) fail(PE_REQUEST, "threads is %d; expected 0 (automatic) to 1024", threads);
+  return threads ? threads : default_threads();
+}
+
+size_t element_bytes(int32_t dtype) { return dtype == PE_SRC_F32 ? 4 : 2; }
+
+// Rows of PE_ROWS_* and PE_VECTOR_F32: converted one by one.
+void copy_rows(const Packed& t, const pe_pack_args& a, int64_t begin, int64_t end) {
+  const uint8_t* source = static_cast<const uint8_t*>(a.source);
+  for (int64_t row = begin; row < end; ++row) {
+    const uint8_t* p = source + static_cast<size_t>(row * t.cols) * element_bytes(a.source_dtype);
+    const size_t at = static_cast<size_t>((a.panel_offset + row) * t.cols);
+    for (int64_t k = 0; k < t.cols; ++k) {
+      float x;
+      uint16_t half = 0;
+      if (a.source_dtype == PE_SRC_F32) {
+        std::memcpy(&x, p + 4 * k, 4);
+      } else {
+        std::memcpy(&half, p + 2 * k, 2);
+        const uint32_t bits = static_cast<uint32_t>(half) << 16;
+        std::memcpy(&x, &bits, 4);
+      }
+      if (!(x * 0.0f == 0.0f))
+        fail(PE_FORMAT, "%s at row %lld, column %lld", x != x ? "NaN" : "Inf", static_cast<long long>(row),
+             static_cast<long long>(k));
+      if (t.format == PE_ROWS_BF16) reinterpret_cast<uint16_t*>(t.data)[at + static_cast<size_t>(k)] = half;
+      else reinterpret_cast<float*>(t.data)[at + static_cast<size_t>(k)] = x;
+    }
+  }
+}
+
+}  // namespace
+
+pe_backend::pe_backend(int threads, const char* isa) : kernels(choose_kernels(isa)), team(checked_threads(threads)) {}
+
+const Tensor& pe_backend::tensor(int32_t id) const { return find(tensors, id, "tensor"); }
+const RopeTable& pe_backend::rope(int32_t id) const { return find(ropes, id, "rope table"); }
+KvGroup& pe_backend::kv(int32_t id) const { return find(kv_groups, id, "KV group"); }
+
+void pe_backend::pack(int32_t id, const pe_pack_args& a) {
+  const Packed& t = tensor(id).view();
+  const bool panels = is_packed(t.format);
+  const int64_t units = panels ? (a.rows + kPanel - 1) / kPanel : a.rows, all = panels ? t.panels : t.rows;
+  if (a.source_dtype < PE_SRC_F32 || a.source_dtype > PE_SRC_F16) fail(PE_REQUEST, "source dtype %d is unknown", a.source_dtype);
+  if (!a.source || a.rows < 1 || a.panel_offset < 0 || a.panel_stride < 1 || (!panels && a.panel_stride != 1) ||
+      units > all || a.panel_offset + (units - 1) * a.panel_stride >= all)
+    fail(PE_REQUEST, "%lld rows at %lld with stride %lld do not fit a tensor of %lld %s", static_cast<long long>(a.rows),
+         static_cast<long long>(a.panel_offset), static_cast<long long>(a.panel_stride), static_cast<long long>(all),
+         panels ? "panels" : "rows");
+  if (!panels) {
+    if (a.source_dtype == PE_SRC_F16 || (t.format == PE_ROWS_BF16 && a.source_dtype != PE_SRC_BF16))
+      fail(PE_UNSUPPORTED, "source dtype %d for %s", a.source_dtype, format_name(t.format));
+    copy_rows(t, a, 0, a.rows);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  int64_t bad_row = -1, bad_col = -1;
+  const size_t scratch_bytes = align_up(static_cast<size_t>(t.cols), 8) * kPanel * sizeof(float);
+  Memory scratch(scratch_bytes * static_cast<size_t>(team.size()));
+  team.run([&](int thread) {
+    PackArgs p{};
+    p.weight = &t;
+    p.source = a.source;
+    p.source_dtype = a.source_dtype;
+    p.source_rows = a.rows;
+    p.importance = a.importance;
+    p.scratch = reinterpret_cast<float*>(scratch.data() + scratch_bytes * static_cast<size_t>(thread));
+    for (int64_t i; (i = next.fetch_add(1)) < units;) {
+      p.first_row = i * kPanel;
+      p.panel = a.panel_offset + i * a.panel_stride;
+      p.bad_row = p.bad_col = -1;
+      kernels.pack_panel(&p);
+      if (p.bad_row < 0) continue;
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (bad_row < 0 || p.bad_row < bad_row) {
+        bad_row = p.bad_row;
+        bad_col = p.bad_col;
+      }
+    }
+  });
+  if (bad_row >= 0)
+    fail(PE_FORMAT, "NaN or Inf at row %lld, column %lld", static_cast<long long>(bad_row), static_cast<long long>(bad_col));
+}
+
+void pe_backend::dequantize(int32_t id, float* out) {
+  const Packed& t = tensor(id).view();
+  std::atomic<int64_t> next{0};
+  team.run([&](int) {
+    for (int64_t row; (row = next.fetch_add(1)) < t.rows;) kernels.gather_row(&t, row, out + row * t.cols);
+  });
+}

@@ -1,0 +1,174 @@
+// The C border: every function checks its pointers and struct sizes, and turns exceptions into a status.
+#include <cstring>
+#include <new>
+
+#include "core/status.h"
+#include "runtime/backend.h"
+#include "runtime/program.h"
+
+using namespace pe;
+
+namespace {
+
+template <class T>
+const T& checked(const T* s, const char* what) {
+  if (!s) fail(PE_REQUEST, "%s is NULL", what);
+  if (s->struct_size != sizeof(T)) fail(PE_REQUEST, "%s has struct_size %u; expected %zu", what, s->struct_size, sizeof(T));
+  return *s;
+}
+
+void check_pointer(const void* p, const char* what) {
+  if (!p) fail(PE_REQUEST, "%s is NULL", what);
+}
+
+// The lowest free place of a list of owners.
+template <class List, class Item>
+int32_t put(List& list, Item&& item) {
+  for (size_t i = 0; i < list.size(); ++i)
+    if (!list[i]) {
+      list[i] = std::forward<Item>(item);
+      return static_cast<int32_t>(i);
+    }
+  list.push_back(std::forward<Item>(item));
+  return static_cast<int32_t>(list.size() - 1);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t pe_abi_version(void) { return PE_ABI_VERSION; }
+const char* pe_last_error(void) { return last_error(); }
+const char* pe_compiler(void) {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "gcc " __VERSION__;
+#endif
+}
+int32_t pe_isa_count(void) { return static_cast<int32_t>(implementations().size()); }
+const char* pe_isa_name(int32_t i) { return i >= 0 && i < pe_isa_count() ? implementations()[static_cast<size_t>(i)].name : nullptr; }
+int32_t pe_isa_available(int32_t i) { return i >= 0 && i < pe_isa_count() && implementations()[static_cast<size_t>(i)].available; }
+const char* pe_cpu_features(void) { return cpu_features().c_str(); }
+int32_t pe_default_threads(void) { return default_threads(); }
+
+pe_status pe_backend_create(const pe_backend_config* config, pe_backend** out) {
+  return guarded([&] {
+    check_pointer(out, "out");
+    const auto& c = checked(config, "config");
+    *out = new pe_backend(c.threads, c.isa);
+  });
+}
+void pe_backend_destroy(pe_backend* backend) { delete backend; }
+const char* pe_backend_isa(const pe_backend* backend) { return backend ? backend->kernels.name : nullptr; }
+int32_t pe_backend_threads(const pe_backend* backend) { return backend ? backend->team.size() : 0; }
+
+pe_status pe_tensor_create(pe_backend* backend, const pe_tensor_desc* desc, int32_t* id) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(id, "id");
+    *id = put(backend->tensors, std::make_shared<Tensor>(checked(desc, "desc")));
+  });
+}
+pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_args* args) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    backend->pack(id, checked(args, "args"));
+  });
+}
+pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* bytes) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    const Tensor& t = backend->tensor(id);
+    if (data) *data = t.bytes();
+    if (bytes) *bytes = t.size();
+  });
+}
+pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(out, "out");
+    backend->dequantize(id, out);
+  });
+}
+pe_status pe_tensor_free(pe_backend* backend, int32_t id) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    backend->tensor(id);
+    backend->tensors[static_cast<size_t>(id)].reset();
+  });
+}
+
+pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int64_t positions, int32_t rotary_dim) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(id, "id");
+    check_pointer(table, "table");
+    if (positions < 1 || rotary_dim < 2 || rotary_dim % 2) fail(PE_REQUEST, "rope table of %lld positions, rotary_dim %d", static_cast<long long>(positions), rotary_dim);
+    if (*id >= 0) {
+      const RopeTable& old = backend->rope(*id);
+      if (old.rotary_dim != rotary_dim) fail(PE_REQUEST, "rotary_dim %d; the table has %d", rotary_dim, old.rotary_dim);
+    }
+    std::vector<float> values(table, table + positions * rotary_dim);
+    if (*id < 0) *id = put(backend->ropes, std::make_unique<RopeTable>());
+    RopeTable& t = *backend->ropes[static_cast<size_t>(*id)];
+    t.positions = positions;
+    t.rotary_dim = rotary_dim;
+    t.values = std::move(values);
+  });
+}
+
+pe_status pe_kv_create(pe_backend* backend, const pe_kv_desc* desc, int32_t* group) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(group, "group");
+    *group = put(backend->kv_groups, std::make_unique<KvGroup>(checked(desc, "desc")));
+  });
+}
+pe_status pe_kv_reserve(pe_backend* backend, int32_t group, int32_t blocks) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    backend->kv(group).reserve(blocks);
+  });
+}
+pe_status pe_kv_block_bytes(pe_backend* backend, int32_t group, size_t* bytes) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(bytes, "bytes");
+    *bytes = backend->kv(group).block_bytes();
+  });
+}
+
+pe_status pe_program_create(pe_backend* backend, const pe_program_desc* desc, pe_program** out) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(out, "out");
+    const auto& d = checked(desc, "desc");
+    check_pointer(d.ops, "ops");
+    check_pointer(d.buffers, "buffers");
+    *out = new pe_program{Program(*backend, d)};
+  });
+}
+pe_status pe_program_run(pe_program* program, const pe_batch* batch) {
+  return guarded([&] {
+    check_pointer(program, "program");
+    program->program.run(checked(batch, "batch"));
+  });
+}
+pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, int32_t reset) {
+  return guarded([&] {
+    check_pointer(program, "program");
+    program->program.times(op_ns, runs, run_ns, reset != 0);
+  });
+}
+pe_status pe_program_info(pe_program* program, size_t* arena_bytes, uint64_t* barriers, uint64_t* allocations) {
+  return guarded([&] {
+    check_pointer(program, "program");
+    if (arena_bytes) *arena_bytes = program->program.arena_bytes();
+    if (barriers) *barriers = program->program.barriers();
+    if (allocations) *allocations = program->program.allocations();
+  });
+}
+void pe_program_destroy(pe_program* program) { delete program; }
+
+}  // extern "C"

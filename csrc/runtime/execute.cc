@@ -1,0 +1,323 @@
+// Running a program: how work is shared among threads, and every op but attention.
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+
+#include "core/status.h"
+#include "runtime/program.h"
+
+namespace pe {
+
+void Program::run(const pe_batch& batch) {
+  const uint64_t start = now_ns();
+  check_batch(batch);
+  batch_ = &batch;
+  for (int32_t s = 0; s < batch.sequences; ++s)
+    std::fill(token_sequence_.begin() + batch.query_start[s], token_sequence_.begin() + batch.query_start[s + 1], s);
+  tile_batch();
+  logits_out_ = batch.logits ? batch.logits : logits_.f;
+  logits_stride_ = batch.logits ? vocab_ : logits_.stride;
+  counter_.store(0, std::memory_order_relaxed);
+  status_.store(PE_OK, std::memory_order_relaxed);
+  stop_ = false;
+  backend_.team.run([this](int thread) { execute(thread); });
+  batch_ = nullptr;
+  ++runs_;
+  run_ns_ += now_ns() - start;
+  const auto status = static_cast<pe_status>(status_.load());
+  if (status != PE_OK) throw Error(status, message_);
+}
+
+void Program::execute(int thread) {
+  const bool stamp = timed_ && thread == 0;
+  uint64_t before = stamp ? now_ns() : 0;
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    dispatch(ops_[i], thread);
+    // The last to arrive decides for all, so that no thread leaves alone.
+    backend_.team.barrier([this] {
+      counter_.store(0, std::memory_order_relaxed);
+      if (batch_->cancel && *batch_->cancel) fail_later(PE_CANCELLED, "cancelled");
+      stop_ = status_.load(std::memory_order_relaxed) != PE_OK;
+      ++barriers_;
+    });
+    if (stamp) {
+      const uint64_t after = now_ns();
+      op_ns_[i] += after - before;
+      before = after;
+    }
+    if (stop_) return;
+  }
+}
+
+void Program::inner_barrier() {
+  backend_.team.barrier([this] {
+    counter_.store(0, std::memory_order_relaxed);
+    ++barriers_;
+  });
+}
+
+// Keeps the first failure; the run ends at the next op border.
+void Program::fail_later(pe_status status, const char* format, ...) {
+  int32_t expected = PE_OK;
+  if (!status_.compare_exchange_strong(expected, status)) return;
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(message_, sizeof message_, format, args);
+  va_end(args);
+}
+
+// Threads take chunks of [0, count) until none is left or the batch is cancelled. Results never depend on who took what.
+template <class F>
+void Program::share(int64_t count, int64_t chunk, F&& body) {
+  const volatile int32_t* cancel = batch_->cancel;
+  for (int64_t begin; (begin = counter_.fetch_add(chunk, std::memory_order_relaxed)) < count;) {
+    if (cancel && *cancel) return;
+    body(begin, std::min(begin + chunk, count));
+  }
+}
+
+void Program::each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread) {
+  share(batch_->tokens, chunk, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) (this->*body)(op, t, thread);
+  });
+}
+
+void Program::dispatch(const Op& op, int thread) {
+  switch (op.d.kind) {
+    case PE_OP_EMBED: return each_token(4, &Program::embed, op, thread);
+    case PE_OP_LOAD_HIDDEN: return each_token(4, &Program::load_hidden, op, thread);
+    case PE_OP_NORM: return each_token(4, &Program::norm, op, thread);
+    case PE_OP_NORM_QUANTIZE: return each_token(4, &Program::norm_quantize, op, thread);
+    case PE_OP_QUANTIZE: return each_token(4, &Program::quantize, op, thread);
+    case PE_OP_ADD: return each_token(4, &Program::add, op, thread);
+    case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
+    case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
+    case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
+    case PE_OP_QK_NORM: return each_token(1, &Program::qk_norm, op, thread);
+    case PE_OP_ROPE: return each_token(1, &Program::rope, op, thread);
+    case PE_OP_KV_APPEND: return each_token(1, &Program::kv_append, op, thread);
+    case PE_OP_LINEAR: return linear(op, *op.weight, *op.input, op.bias, *op.output, false, thread);
+    case PE_OP_LINEAR_RESIDUAL: return linear(op, *op.weight, *op.input, op.bias, *op.output, true, thread);
+    case PE_OP_QKV_ROPE_APPEND: return qkv_rope_append(op, thread);
+    case PE_OP_ATTENTION:
+    case PE_OP_ATTENTION_QUANTIZE: return attention(op, thread);
+    case PE_OP_GATED_FFN_RESIDUAL: return gated_ffn(op, thread);
+    case PE_OP_LM_HEAD: return lm_head(op, thread);
+    case PE_OP_SAMPLE: return sample(op, thread);
+    default: return;  // creation refused it
+  }
+}
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+void Program::embed(const Op& op, int64_t t, int) { k_.gather_row(op.weight, batch_->token_ids[t], op.output->row(t)); }
+
+void Program::load_hidden(const Op& op, int64_t t, int) {
+  std::memcpy(op.output->row(t), batch_->hidden + t * op.output->width, static_cast<size_t>(op.output->width) * 4);
+}
+
+void Program::norm(const Op& op, int64_t t, int) {
+  k_.rms_norm(op.input->row(t), op.norm, op.output->row(t), op.input->width, op.d.eps);
+}
+
+void Program::norm_quantize(const Op& op, int64_t t, int thread) {
+  float* row = reinterpret_cast<float*>(thread_scratch(thread));
+  k_.rms_norm(op.input->row(t), op.norm, row, op.input->width, op.d.eps);
+  k_.quantize(row, 0, op.input->width, &op.output->quant, t);
+}
+
+void Program::quantize(const Op& op, int64_t t, int) {
+  k_.quantize(op.input->row(t), 0, op.input->width, &op.output->quant, t);
+}
+
+void Program::add(const Op& op, int64_t t, int) { k_.add(op.input->row(t), op.output->row(t), op.input->width); }
+
+void Program::act_mul(const Op& op, int64_t t, int) {
+  k_.act_mul(op.input->row(t), op.output->row(t), op.input->width / 2, op.d.activation);
+}
+
+void Program::mask_columns(const Op& op, int64_t t, int) {
+  float* row = op.output->row(t);
+  for (int64_t i = 0; i < op.output->width; ++i)
+    if (op.norm[i] == 0.0f) row[i] = 0.0f;
+}
+
+void Program::tap(const Op& op, int64_t t, int) {
+  std::memcpy(batch_->taps[op.d.head_dim] + t * op.input->width, op.input->row(t), static_cast<size_t>(op.input->width) * 4);
+}
+
+// ---- heads: q heads first, then k, then v ----------------------------------------------------------------------------
+
+int64_t Program::head_column(const Op& op, int64_t head) const {
+  const int64_t heads = op.d.heads, kv = op.d.kv_heads, dim = op.d.head_dim;
+  if (head < heads) return head * dim;
+  return head < heads + kv ? op.k_column + (head - heads) * dim : op.v_column + (head - heads - kv) * dim;
+}
+
+void Program::norm_head(const Op& op, int64_t t, int64_t head) {
+  const Buffer& b = op.d.kind == PE_OP_QK_NORM ? *op.input : *op.output;
+  float* x = b.row(t) + head_column(op, head);
+  k_.rms_norm(x, head < op.d.heads ? op.norm : op.norm2, x, op.d.head_dim, op.d.eps);
+}
+
+void Program::rope_head(const Op& op, int64_t t, int64_t head) {
+  const Buffer& b = op.d.kind == PE_OP_ROPE ? *op.input : *op.output;
+  const int64_t p = batch_->positions[t];
+  k_.rope(b.row(t) + head_column(op, head), op.rope->rotary_dim, op.rope->cos(p), op.rope->sin(p));
+}
+
+void Program::append_head(const Op& op, int64_t t, int64_t head) {
+  const Buffer& b = op.d.kind == PE_OP_KV_APPEND ? *op.input : *op.output;
+  const float* x = b.row(t) + head_column(op, head);
+  const int32_t p = batch_->positions[t], slot = p % kKvBlock;
+  const int32_t block = block_of(op, sequence_of(t), p / kKvBlock);
+  const auto kv_head = static_cast<int32_t>((head - op.d.heads) % op.d.kv_heads);
+  const pe_kv_desc& desc = op.kv->desc();
+  if (head < op.d.heads + op.d.kv_heads)
+    k_.store_k(x, op.kv->k(block, op.d.kv_layer, kv_head), slot, desc.k_dim, desc.dtype);
+  else
+    k_.store_v(x, op.kv->v(block, op.d.kv_layer, kv_head), slot, desc.v_dim, op.kv->v_stride(), desc.dtype);
+}
+
+void Program::qk_norm(const Op& op, int64_t t, int) {
+  for (int64_t h = 0; h < op.d.heads + op.d.kv_heads; ++h) norm_head(op, t, h);
+}
+
+void Program::rope(const Op& op, int64_t t, int) {
+  for (int64_t h = 0; h < op.d.heads + op.d.kv_heads; ++h) rope_head(op, t, h);
+}
+
+void Program::kv_append(const Op& op, int64_t t, int) {
+  for (int64_t h = op.d.heads; h < op.d.heads + 2 * op.d.kv_heads; ++h) append_head(op, t, h);
+}
+
+void Program::qkv_rope_append(const Op& op, int thread) {
+  const int64_t q = op.d.heads, kv = op.d.kv_heads, panels = op.d.head_dim / kPanel;
+  share(q + 2 * kv, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t h = begin; h < end; ++h) {
+      linear_range(*op.weight, *op.input, op.bias, h * panels, (h + 1) * panels, op.output->f + head_column(op, h),
+                   op.output->stride, false, batch_->tokens, thread);
+      for (int64_t t = 0; t < batch_->tokens; ++t) {
+        if (h < q + kv) {
+          if (op.norm) norm_head(op, t, h);
+          rope_head(op, t, h);
+        }
+        if (h >= q) append_head(op, t, h);
+      }
+    }
+  });
+}
+
+// ---- matrices -------------------------------------------------------------------------------------------------------
+
+void Program::linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
+                           int64_t stride, bool accumulate, int64_t tokens, int thread) {
+  LinearArgs a{};
+  a.weight = &w;
+  a.panel_begin = begin;
+  a.panel_end = end;
+  a.tokens = tokens;
+  a.quant = in.quant;
+  a.x = in.f;
+  a.x_stride = in.stride;
+  a.bias = bias;
+  a.out = out;
+  a.out_stride = stride;
+  a.accumulate = accumulate;
+  a.scratch = thread_scratch(thread);
+  k_.linear(&a);
+}
+
+namespace {
+// Panels a thread takes at once: a few shares per thread, so that a slow thread does not hold up the others.
+int64_t panel_chunk(int64_t panels, int64_t tokens, int threads) {
+  if (tokens > kGemvTokens) return 2;
+  return std::max<int64_t>(4, panels / (threads * 6) / 4 * 4);
+}
+}  // namespace
+
+void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, bool accumulate,
+                     int thread) {
+  share(w.panels, panel_chunk(w.panels, batch_->tokens, backend_.team.size()), [&](int64_t begin, int64_t end) {
+    linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, accumulate, batch_->tokens, thread);
+  });
+}
+
+// Gate and up of 64 intermediate columns at a time: their float sums stay in this thread's cache, and leave it as one
+// finished group of int8 (or as floats, for float weights). Then down, after one barrier.
+void Program::gated_ffn(const Op& op, int thread) {
+  const Buffer& h = *op.scratch;
+  const int64_t units = (h.width + kActGroup - 1) / kActGroup, tokens = batch_->tokens;
+  const int64_t chunk = tokens > kGemvTokens ? 1 : std::max<int64_t>(1, units / (backend_.team.size() * 8));
+  constexpr int64_t kColumns = 2 * kActGroup;  // gate and up of a unit
+  float* sums = reinterpret_cast<float*>(thread_scratch(thread) +
+                                         align_up(static_cast<size_t>(op.weight->padded_cols) * kPanel, kAlign));
+  share(units, chunk, [&](int64_t begin, int64_t end) {
+    for (int64_t u = begin; u < end; ++u) {
+      const int64_t first = u * kColumns / kPanel, last = std::min(first + kColumns / kPanel, op.weight->panels);
+      linear_range(*op.weight, *op.input, op.bias, first, last, sums, kColumns, false, tokens, thread);
+      const int64_t column = u * kActGroup, wide = (last - first) / 2 * kPanel;
+      for (int64_t t = 0; t < tokens; ++t) {
+        float values[kActGroup];
+        float* out = h.quantized ? values : h.row(t) + column;
+        k_.act_mul(sums + t * kColumns, out, wide, op.d.activation);
+        if (h.quantized) k_.quantize(values - column, column, std::min(column + kActGroup, h.width), &h.quant, t);
+      }
+    }
+  });
+  inner_barrier();
+  linear(op, *op.weight2, h, op.bias2, *op.output, true, thread);
+}
+
+void Program::lm_head(const Op& op, int thread) {
+  const int64_t rows = batch_->logits_count;
+  if (rows == 0) return;
+  const Packed& w = *op.weight;
+  const bool quantized = is_integer(w.format);
+  share(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      k_.rms_norm(op.input->row(batch_->logits_rows[r]), op.norm, head_.row(r), head_.width, op.d.eps);
+      if (quantized) k_.quantize(head_.row(r), 0, head_.width, &head_quant_.quant, r);
+    }
+  });
+  inner_barrier();
+  const Buffer& in = quantized ? head_quant_ : head_;
+  const int64_t whole = w.rows / kPanel;  // panels that fit into rows of the caller's array
+  const auto check = [&](const float* x, int64_t n, int64_t r) {
+    float max;
+    int32_t finite;
+    k_.argmax(x, n, &max, &finite);
+    if (!finite)
+      fail_later(PE_COMPUTE, "NaN or Inf in the logits at position %d", batch_->positions[batch_->logits_rows[r]]);
+  };
+  share(w.panels, panel_chunk(w.panels, rows, backend_.team.size()), [&](int64_t begin, int64_t end) {
+    const int64_t inside = std::min(end, whole);
+    if (begin < inside) {
+      float* out = logits_out_ + begin * kPanel;
+      linear_range(w, in, op.bias, begin, inside, out, logits_stride_, false, rows, thread);
+      for (int64_t r = 0; r < rows; ++r) check(out + r * logits_stride_, (inside - begin) * kPanel, r);
+    }
+    if (end > whole) {  // the last panel is wider than what is left of a row
+      float* last = reinterpret_cast<float*>(thread_scratch(thread) + align_up(static_cast<size_t>(w.padded_cols) * kPanel, kAlign));
+      linear_range(w, in, op.bias, whole, whole + 1, last, kPanel, false, rows, thread);
+      const int64_t n = w.rows - whole * kPanel;
+      for (int64_t r = 0; r < rows; ++r) {
+        std::memcpy(logits_out_ + r * logits_stride_ + whole * kPanel, last + r * kPanel, static_cast<size_t>(n) * 4);
+        check(last + r * kPanel, n, r);
+      }
+    }
+  });
+}
+
+void Program::sample(const Op&, int thread) {
+  if (!batch_->sampled) return;
+  float* work = reinterpret_cast<float*>(thread_scratch(thread));
+  share(batch_->logits_count, 1, [&](int64_t r, int64_t) {
+    const int32_t id = sample_row(k_, logits_out_ + r * logits_stride_, vocab_, batch_->sampling ? batch_->sampling + r : nullptr,
+                                  work, batch_->sampled_logprob ? batch_->sampled_logprob + r : nullptr);
+    batch_->sampled[r] = id;
+    if (id < 0) fail_later(PE_REQUEST, "no token can be chosen: every logit is -inf after the logit bias");
+  });
+}
+
+}  // namespace pe

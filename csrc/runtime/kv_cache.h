@@ -1,0 +1,35 @@
+// A group of layers whose KV has one shape: a pool of blocks of 32 tokens, each holding all layers of the group.
+#pragma once
+
+#include <vector>
+
+#include "core/memory.h"
+#include "cpu/kernel_table.h"
+#include "pyengine.h"
+
+namespace pe {
+
+class KvGroup {
+ public:
+  explicit KvGroup(const pe_kv_desc& desc);  // throws Error(PE_REQUEST)
+  void reserve(int32_t blocks);              // grows; new blocks are zero
+  int32_t blocks() const { return static_cast<int32_t>(pool_.size()); }
+  size_t block_bytes() const { return layer_bytes_ * static_cast<size_t>(desc_.layers); }
+  const pe_kv_desc& desc() const { return desc_; }
+  int32_t v_stride() const { return v_stride_; }
+
+  // K is [k_dim][32], V is [32][v_stride]
+  uint8_t* k(int32_t block, int32_t layer, int32_t head) const {
+    return pool_[static_cast<size_t>(block)].data() + layer_bytes_ * static_cast<size_t>(layer) +
+           head_bytes_ * static_cast<size_t>(head);
+  }
+  uint8_t* v(int32_t block, int32_t layer, int32_t head) const { return k(block, layer, head) + k_bytes_; }
+
+ private:
+  pe_kv_desc desc_;
+  int32_t v_stride_;
+  size_t k_bytes_, head_bytes_, layer_bytes_;
+  std::vector<Memory> pool_;
+};
+
+}  // namespace pe

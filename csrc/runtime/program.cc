@@ -1,0 +1,427 @@
+// Creating a program: look up ids, check shapes, plan the arena; and checking a batch.
+#include "runtime/program.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "core/status.h"
+
+namespace pe {
+
+uint64_t now_ns() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+namespace {
+
+const char* const kOpNames[] = {"embed",     "load_hidden", "norm",         "quantize",         "linear",
+                                "qk_norm",   "rope",        "kv_append",    "attention",        "add",
+                                "act_mul",   "mask_columns", "tap",         "norm_quantize",    "qkv_rope_append",
+                                "attention_quantize", "linear_residual", "gated_ffn_residual", "lm_head", "sample"};
+static_assert(sizeof kOpNames / sizeof *kOpNames == PE_OP_COUNT);
+
+constexpr int32_t kMaxBatchTokens = 1 << 20;
+
+[[noreturn]] void bad(const pe_op& d, const char* what) {
+  fail(PE_REQUEST, "op %s of layer %d: %s", kOpNames[d.kind], d.layer, what);
+}
+
+void need(const pe_op& d, bool condition, const char* what) {
+  if (!condition) bad(d, what);
+}
+
+void shape(Buffer& b, int64_t rows) {
+  const int64_t slack = rows + kTileTokens;
+  if (!b.quantized) {
+    b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kPanel)) + kPanel;
+    b.bytes = static_cast<size_t>(slack * b.stride) * 4;
+  } else {
+    // the extra 64 keeps rows of a power of two from sharing cache sets
+    b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kActGroup)) + kActGroup;
+    const int64_t groups = (b.width + kActGroup - 1) / kActGroup;
+    b.bytes = static_cast<size_t>(slack) * (static_cast<size_t>(b.stride) + static_cast<size_t>(groups) * 7 * 4);
+  }
+  b.bytes = align_up(b.bytes, kAlign);
+}
+
+void place(Buffer& b, uint8_t* base, int64_t rows) {
+  uint8_t* p = base + b.offset;
+  if (!b.quantized) {
+    b.f = reinterpret_cast<float*>(p);
+    return;
+  }
+  const int64_t slack = rows + kTileTokens;
+  QuantView& v = b.quant;
+  v.q_stride = b.stride;
+  v.groups = (b.width + kActGroup - 1) / kActGroup;
+  v.q = reinterpret_cast<int8_t*>(p);
+  p += slack * b.stride;
+  const int64_t n = slack * v.groups;
+  v.scale = reinterpret_cast<float*>(p);
+  v.scaled_sum64 = v.scale + n;
+  v.scaled_sum32 = v.scaled_sum64 + n;
+  v.negative_sum64 = reinterpret_cast<int32_t*>(v.scaled_sum32 + 2 * n);
+  v.negative_sum32 = v.negative_sum64 + n;
+}
+
+}  // namespace
+
+Program::Program(pe_backend& backend, const pe_program_desc& desc)
+    : backend_(backend),
+      k_(backend.kernels),
+      max_tokens_(desc.max_batch_tokens),
+      max_sequences_(desc.max_sequences),
+      timed_(desc.timed != 0) {
+  if (desc.op_count < 1 || desc.buffer_count < 1) fail(PE_REQUEST, "a program needs ops and buffers");
+  if (max_tokens_ < 1 || max_tokens_ > kMaxBatchTokens || max_sequences_ < 1 || max_sequences_ > kMaxBatchTokens)
+    fail(PE_REQUEST, "max_batch_tokens %d, max_sequences %d; expected 1 to %d", max_tokens_, max_sequences_, kMaxBatchTokens);
+  buffers_.resize(static_cast<size_t>(desc.buffer_count));
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const pe_buffer_desc& d = desc.buffers[i];
+    if (d.width < 1 || d.width > (int64_t{1} << 31)) fail(PE_REQUEST, "buffer %zu has width %lld", i, static_cast<long long>(d.width));
+    buffers_[i].quantized = d.quantized != 0;
+    buffers_[i].width = d.width;
+    shape(buffers_[i], max_tokens_);
+  }
+  ops_.resize(static_cast<size_t>(desc.op_count));
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    const pe_op& d = desc.ops[i];
+    if (d.struct_size != sizeof(pe_op)) fail(PE_REQUEST, "op %zu: struct_size %u; expected %zu", i, d.struct_size, sizeof(pe_op));
+    if (d.kind < 0 || d.kind >= PE_OP_COUNT) fail(PE_UNSUPPORTED, "op %zu: kind %d is not in this backend", i, d.kind);
+    resolve(d, ops_[i]);
+    check(ops_[i]);
+  }
+  op_ns_.assign(ops_.size(), 0);
+  token_sequence_.resize(static_cast<size_t>(max_tokens_));
+  plan();
+}
+
+void Program::resolve(const pe_op& d, Op& op) {
+  op.d = d;
+  const auto buffer = [&](int32_t id) -> Buffer* {
+    if (id < 0) return nullptr;
+    if (static_cast<size_t>(id) >= buffers_.size()) bad(d, "a buffer id does not exist");
+    return &buffers_[static_cast<size_t>(id)];
+  };
+  const auto tensor = [&](int32_t id) -> const Packed* {
+    if (id < 0) return nullptr;
+    const Tensor& t = backend_.tensor(id);
+    held_.push_back(backend_.tensors[static_cast<size_t>(id)]);
+    return &t.view();
+  };
+  const auto vector = [&](int32_t id, const char* what) -> const float* {
+    const Packed* t = tensor(id);
+    if (!t) return nullptr;
+    if (t->format != PE_VECTOR_F32) bad(d, what);
+    return reinterpret_cast<const float*>(t->data);
+  };
+  op.input = buffer(d.input);
+  op.output = buffer(d.output);
+  op.scratch = buffer(d.scratch);
+  op.weight = tensor(d.weight);
+  op.weight2 = tensor(d.weight2);
+  op.bias = vector(d.bias, "the bias is not a vector");
+  op.bias2 = vector(d.bias2, "the second bias is not a vector");
+  op.norm = vector(d.norm, "the norm is not a vector");
+  op.norm2 = vector(d.norm2, "the second norm is not a vector");
+  if (d.rope >= 0) op.rope = &backend_.rope(d.rope);
+  if (d.kv_group >= 0) op.kv = &backend_.kv(d.kv_group);
+  op.k_column = static_cast<int64_t>(align_up(static_cast<size_t>(d.heads > 0 ? d.heads : 0) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
+  op.v_column = op.k_column + static_cast<int64_t>(align_up(static_cast<size_t>(std::max(d.kv_heads, 0)) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
+}
+
+void Program::check_linear(const Op& op, const Packed* w, const Buffer* in, const char* what) const {
+  need(op.d, w && in, what);
+  need(op.d, is_packed(w->format), "the weight is not packed");
+  need(op.d, is_integer(w->format) == in->quantized, "integer weights take int8 activations, float weights float32");
+  need(op.d, in->width == w->cols, "the input's width differs from the weight's columns");
+}
+
+void Program::check(const Op& op) {
+  const pe_op& d = op.d;
+  const auto tensor_cols = [&](int32_t id) { return id < 0 ? int64_t{0} : backend_.tensor(id).view().cols; };
+  const auto rows16 = [](const Packed* w) { return w->panels * kPanel; };
+  const auto check_bias = [&](int32_t id, const Packed* w) {
+    need(d, id < 0 || tensor_cols(id) >= rows16(w), "the bias is shorter than the weight's padded rows");
+  };
+  const bool two_floats = op.input && op.output && !op.input->quantized && !op.output->quantized;
+  const auto check_heads = [&] {
+    need(d, d.heads >= 1 && d.kv_heads >= 1 && d.heads % d.kv_heads == 0 && d.head_dim >= 1, "heads do not divide");
+  };
+  const auto check_qkv = [&](const Buffer* b) {
+    check_heads();
+    need(d, b && !b->quantized, "needs a float32 [q | k | v] buffer");
+    const int64_t end = op.v_column + int64_t{d.kv_heads} * d.head_dim;
+    need(d, b->width >= end, "the [q | k | v] buffer is too narrow");
+  };
+  const auto check_rope = [&] {
+    need(d, op.rope && op.rope->rotary_dim % 2 == 0 && op.rope->rotary_dim <= d.head_dim, "the rope table does not fit the head");
+  };
+  const auto check_kv = [&] {
+    check_heads();
+    need(d, op.kv && op.kv->desc().kv_heads == d.kv_heads && op.kv->desc().k_dim == d.head_dim &&
+                op.kv->desc().v_dim == d.head_dim && d.kv_layer >= 0 && d.kv_layer < op.kv->desc().layers,
+         "the KV group has another shape");
+  };
+  const auto check_norms = [&](bool required) {
+    need(d, !required || (op.norm && op.norm2), "needs the norms of q and k");
+    need(d, (!op.norm || tensor_cols(d.norm) == d.head_dim) && (!op.norm2 || tensor_cols(d.norm2) == d.head_dim) &&
+                !op.norm == !op.norm2, "the norms of q and k must both have head_dim columns");
+  };
+  switch (d.kind) {
+    case PE_OP_EMBED:
+      need(d, op.weight && op.output && !op.output->quantized && op.output->width == op.weight->cols, "needs a table and a float32 output of its width");
+      break;
+    case PE_OP_LOAD_HIDDEN:
+      need(d, op.output && !op.output->quantized, "needs a float32 output");
+      break;
+    case PE_OP_NORM:
+      need(d, two_floats && op.norm && op.input->width == op.output->width && tensor_cols(d.norm) == op.input->width, "shapes differ");
+      break;
+    case PE_OP_NORM_QUANTIZE:
+      need(d, op.norm && tensor_cols(d.norm) == (op.input ? op.input->width : -1), "the norm's width differs");
+      [[fallthrough]];
+    case PE_OP_QUANTIZE:
+      need(d, op.input && op.output && !op.input->quantized && op.output->quantized && op.input->width == op.output->width, "needs a float32 input and an int8 output of one width");
+      break;
+    case PE_OP_LINEAR:
+    case PE_OP_LINEAR_RESIDUAL:
+      check_linear(op, op.weight, op.input, "needs a weight and an input");
+      need(d, op.output && !op.output->quantized && op.output->width <= rows16(op.weight) &&
+                  rows16(op.weight) <= static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)), "the output's width differs from the weight's rows");
+      check_bias(d.bias, op.weight);
+      break;
+    case PE_OP_QK_NORM:
+      check_qkv(op.input);
+      check_norms(true);
+      break;
+    case PE_OP_ROPE:
+      check_qkv(op.input);
+      check_rope();
+      break;
+    case PE_OP_KV_APPEND:
+      check_qkv(op.input);
+      check_kv();
+      break;
+    case PE_OP_QKV_ROPE_APPEND:
+      check_linear(op, op.weight, op.input, "needs a weight and an input");
+      check_qkv(op.output);
+      check_kv();
+      check_rope();
+      check_norms(false);
+      check_bias(d.bias, op.weight);
+      need(d, d.head_dim % kPanel == 0, "the fused form needs a head_dim of whole panels");
+      need(d, op.weight->rows == int64_t{d.heads + 2 * d.kv_heads} * d.head_dim, "the weight's rows are not [q | k | v]");
+      break;
+    case PE_OP_ATTENTION:
+    case PE_OP_ATTENTION_QUANTIZE: {
+      check_kv();
+      const bool fused = d.kind == PE_OP_ATTENTION_QUANTIZE;
+      const Buffer* out = fused ? op.scratch : op.output;
+      const int64_t width = int64_t{d.heads} * d.head_dim;
+      need(d, op.input && !op.input->quantized && op.input->width >= width, "needs the float32 q");
+      need(d, out && !out->quantized && out->width == width, "needs a float32 output of heads * head_dim");
+      need(d, !fused || (op.output && op.output->quantized && op.output->width == width), "needs an int8 output of heads * head_dim");
+      need(d, d.window >= 0, "the window is negative");
+      break;
+    }
+    case PE_OP_ADD:
+      need(d, two_floats && op.input->width == op.output->width, "shapes differ");
+      break;
+    case PE_OP_ACT_MUL:
+      need(d, two_floats && op.input->width == 2 * static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)), "the input is not gate and up of the output, interleaved");
+      break;
+    case PE_OP_MASK_COLUMNS:
+      need(d, op.output && !op.output->quantized && op.norm && tensor_cols(d.norm) == op.output->width, "the mask's width differs");
+      break;
+    case PE_OP_TAP:
+      need(d, op.input && !op.input->quantized && d.head_dim >= 0, "needs a float32 input");
+      tap_count_ = std::max(tap_count_, d.head_dim + 1);
+      break;
+    case PE_OP_GATED_FFN_RESIDUAL:
+      check_linear(op, op.weight, op.input, "needs gate and up");
+      check_linear(op, op.weight2, op.scratch, "needs down and the buffer of the activation");
+      need(d, op.output && !op.output->quantized && static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)) == rows16(op.weight2), "the output's width differs from down's rows");
+      need(d, op.weight->panels == 2 * ((op.scratch->width + kPanel - 1) / kPanel), "gate and up do not fit the activation");
+      check_bias(d.bias, op.weight);
+      check_bias(d.bias2, op.weight2);
+      break;
+    case PE_OP_LM_HEAD: {
+      need(d, op.input && !op.input->quantized && op.norm && op.weight && is_packed(op.weight->format), "needs the hidden state, a norm and a packed weight");
+      need(d, tensor_cols(d.norm) == op.input->width && op.weight->cols == op.input->width, "shapes differ");
+      need(d, !vocab_, "a program has one lm_head");
+      vocab_ = static_cast<int32_t>(op.weight->rows);
+      head_.width = head_quant_.width = op.input->width;
+      head_quant_.quantized = true;
+      logits_.width = vocab_;
+      break;
+    }
+    case PE_OP_SAMPLE:
+      need(d, vocab_ > 0, "needs an lm_head before it");
+      has_sample_ = true;
+      break;
+    default: bad(d, "not in this backend");
+  }
+  if (d.kind == PE_OP_ACT_MUL || d.kind == PE_OP_GATED_FFN_RESIDUAL)
+    need(d, d.activation == PE_SILU || d.activation == PE_GELU_TANH, "the activation is unknown");
+}
+
+// A buffer lives from the first op that names it to the last. First fit over those intervals, biggest buffers first.
+void Program::plan() {
+  struct Life {
+    Buffer* buffer;
+    size_t first, last;
+  };
+  std::vector<Life> lives;
+  for (Buffer& b : buffers_) {
+    Life life{&b, ops_.size(), 0};
+    for (size_t i = 0; i < ops_.size(); ++i) {
+      if (ops_[i].input != &b && ops_[i].output != &b && ops_[i].scratch != &b) continue;
+      life.first = std::min(life.first, i);
+      life.last = i;
+    }
+    if (life.first < ops_.size()) lives.push_back(life);
+  }
+  std::stable_sort(lives.begin(), lives.end(), [](const Life& a, const Life& b) { return a.buffer->bytes > b.buffer->bytes; });
+  size_t total = 0;
+  std::vector<const Life*> placed;
+  for (const Life& life : lives) {
+    std::vector<const Life*> rivals;
+    for (const Life* p : placed)
+      if (p->first <= life.last && life.first <= p->last) rivals.push_back(p);
+    std::sort(rivals.begin(), rivals.end(), [](const Life* a, const Life* b) { return a->buffer->offset < b->buffer->offset; });
+    size_t at = 0;
+    for (const Life* p : rivals) {
+      if (at + life.buffer->bytes <= p->buffer->offset) break;
+      at = std::max(at, p->buffer->offset + p->buffer->bytes);
+    }
+    life.buffer->offset = at;
+    placed.push_back(&life);
+    total = std::max(total, at + life.buffer->bytes);
+  }
+  const auto append = [&](Buffer& b, int64_t rows) {
+    shape(b, rows);
+    b.offset = total;
+    total += b.bytes;
+  };
+  if (vocab_) {
+    append(head_, max_tokens_);
+    append(head_quant_, max_tokens_);
+    append(logits_, max_sequences_);
+  }
+  plan_scratch();
+  const size_t scratch_at = total;
+  total += scratch_bytes_ * static_cast<size_t>(backend_.team.size());
+  arena_ = Memory(total);
+  for (const Life& life : lives) place(*life.buffer, arena_.data(), max_tokens_);
+  if (vocab_) {
+    place(head_, arena_.data(), max_tokens_);
+    place(head_quant_, arena_.data(), max_tokens_);
+    place(logits_, arena_.data(), max_sequences_);
+  }
+  scratch_ = arena_.data() + scratch_at;
+}
+
+// Scratch of one thread. Three users at different times: an unpacked panel behind a chunk of results (linear, FFN,
+// lm_head), a normed row, attention; and sampling's copy of a row.
+void Program::plan_scratch() {
+  size_t bytes = 0, columns = 0;
+  for (Op& op : ops_) {
+    for (const Packed* w : {op.weight, op.weight2})
+      if (w) columns = std::max(columns, static_cast<size_t>(w->padded_cols));
+    if (op.input) columns = std::max(columns, static_cast<size_t>(op.input->width));
+    if (op.d.kind != PE_OP_ATTENTION && op.d.kind != PE_OP_ATTENTION_QUANTIZE) continue;
+    const int32_t ratio = op.d.heads / op.d.kv_heads;
+    size_t i = 0;
+    while (i < tilings_.size() && tilings_[i].heads_per_kv != ratio) ++i;
+    if (i == tilings_.size()) {
+      Tiling t{ratio, std::max(1, 32 / ratio), {}, 0, 0};
+      t.tiles.reserve(static_cast<size_t>(max_tokens_));
+      tilings_.push_back(std::move(t));
+    }
+    op.tiling = i;
+    max_rows_ = std::max(max_rows_, int64_t{tilings_[i].tile_tokens} * ratio);
+    max_v_stride_ = std::max(max_v_stride_, int64_t{op.kv->v_stride()});
+    split_heads_ = std::max(split_heads_, int64_t{op.d.kv_heads});
+  }
+  const size_t results = static_cast<size_t>(max_tokens_ + kTileTokens) * 8 * kPanel * 4;
+  bytes = align_up(columns * kPanel, kAlign) + results;
+  bytes = std::max(bytes, columns * 4 + kAlign);
+  if (has_sample_) bytes = std::max(bytes, static_cast<size_t>(vocab_) * 8 + kAlign);
+  const size_t rows = static_cast<size_t>(max_rows_);
+  scores_offset_ = 0;
+  acc_offset_ = rows * kPartition * 4;
+  rows_offset_ = acc_offset_ + 2 * rows * static_cast<size_t>(max_v_stride_) * 4;
+  bytes = std::max(bytes, rows_offset_ + rows * (8 + 4 * 6));
+  scratch_bytes_ = align_up(bytes, 4096);
+}
+
+void Program::check_sampling(const pe_sampling& p) const {
+  const auto probability = [](float x) { return x >= 0.0f && x <= 1.0f; };
+  if (!(p.temperature >= 0.0f) || std::isinf(p.temperature)) fail(PE_REQUEST, "temperature is %g; expected 0 or more, finite", static_cast<double>(p.temperature));
+  if (!probability(p.top_p) || !probability(p.min_p)) fail(PE_REQUEST, "top_p %g, min_p %g; expected 0 to 1", static_cast<double>(p.top_p), static_cast<double>(p.min_p));
+  if (!(p.repetition_penalty > 0.0f) || std::isinf(p.repetition_penalty)) fail(PE_REQUEST, "repetition_penalty is %g; expected above 0", static_cast<double>(p.repetition_penalty));
+  if (p.penalty_count < 0 || p.bias_count < 0 || p.top_k < 0) fail(PE_REQUEST, "a sampling count is negative");
+  for (int32_t i = 0; i < p.penalty_count; ++i)
+    if (p.penalty_ids[i] < 0 || p.penalty_ids[i] >= vocab_) fail(PE_REQUEST, "penalty id %d; expected 0 to %d", p.penalty_ids[i], vocab_ - 1);
+  for (int32_t i = 0; i < p.bias_count; ++i)
+    if (p.bias_ids[i] < 0 || p.bias_ids[i] >= vocab_ || std::isnan(p.bias_values[i]))
+      fail(PE_REQUEST, "logit bias of id %d; expected ids 0 to %d and no NaN", p.bias_ids[i], vocab_ - 1);
+}
+
+void Program::check_batch(const pe_batch& b) const {
+  if (b.tokens < 1 || b.tokens > max_tokens_) fail(PE_REQUEST, "batch of %d tokens; expected 1 to %d", b.tokens, max_tokens_);
+  if (b.sequences < 1 || b.sequences > b.tokens) fail(PE_REQUEST, "batch of %d sequences with %d tokens", b.sequences, b.tokens);
+  if (!b.query_start || !b.positions || b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens)
+    fail(PE_REQUEST, "query_start must run from 0 to the number of tokens");
+  for (int32_t s = 0; s < b.sequences; ++s) {
+    const int32_t begin = b.query_start[s], end = b.query_start[s + 1];
+    if (begin >= end || end > b.tokens) fail(PE_REQUEST, "sequence %d has no tokens", s);
+    if (b.positions[begin] < 0) fail(PE_REQUEST, "position %d is negative", b.positions[begin]);
+    for (int32_t t = begin + 1; t < end; ++t)
+      if (b.positions[t] != b.positions[t - 1] + 1) fail(PE_REQUEST, "positions of sequence %d are not consecutive", s);
+    const int32_t last = b.positions[end - 1];
+    if (last / kKvBlock >= b.block_table_width && b.block_tables) fail(PE_REQUEST, "position %d is past the block table", last);
+    for (const Op& op : ops_) {
+      if (op.rope && last >= op.rope->positions) fail(PE_REQUEST, "position %d is past the rope table of %lld", last, static_cast<long long>(op.rope->positions));
+    }
+  }
+  int32_t checked = -1;
+  for (const Op& op : ops_) {
+    if (op.d.kind == PE_OP_EMBED) {
+      if (!b.token_ids) fail(PE_REQUEST, "the batch has no token ids");
+      for (int32_t t = 0; t < b.tokens; ++t)
+        if (b.token_ids[t] < 0 || b.token_ids[t] >= op.weight->rows) fail(PE_REQUEST, "token id %d; expected 0 to %lld", b.token_ids[t], static_cast<long long>(op.weight->rows - 1));
+    }
+    if (op.d.kind == PE_OP_LOAD_HIDDEN && !b.hidden) fail(PE_REQUEST, "the batch has no hidden state");
+    if (!op.kv || op.d.kv_group == checked) continue;
+    checked = op.d.kv_group;
+    if (!b.block_tables || !b.block_tables[checked]) fail(PE_REQUEST, "the batch has no block table for KV group %d", checked);
+    for (int32_t s = 0; s < b.sequences; ++s)
+      for (int32_t i = 0; i <= b.positions[b.query_start[s + 1] - 1] / kKvBlock; ++i) {
+        const int32_t block = block_of(op, s, i);
+        if (block < 0 || block >= op.kv->blocks()) fail(PE_REQUEST, "block %d of sequence %d; the group has %d", block, s, op.kv->blocks());
+      }
+  }
+  if (tap_count_ && !b.taps) fail(PE_REQUEST, "the batch has no room for the %d taps", tap_count_);
+  if (b.logits_count < 0 || (b.logits_count > 0 && (!vocab_ || !b.logits_rows))) fail(PE_REQUEST, "logits_rows do not fit the program");
+  if (b.logits_count > (b.logits ? max_tokens_ : max_sequences_)) fail(PE_REQUEST, "%d logits rows are too many", b.logits_count);
+  for (int32_t r = 0; r < b.logits_count; ++r) {
+    if (b.logits_rows[r] < 0 || b.logits_rows[r] >= b.tokens) fail(PE_REQUEST, "logits row %d is not a token of the batch", b.logits_rows[r]);
+    if (b.sampling && b.sampled) check_sampling(b.sampling[r]);
+  }
+  if (b.sampled && !has_sample_) fail(PE_REQUEST, "the program does not sample");
+}
+
+void Program::times(uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, bool reset) {
+  if (op_ns) std::copy(op_ns_.begin(), op_ns_.end(), op_ns);
+  if (runs) *runs = runs_;
+  if (run_ns) *run_ns = run_ns_;
+  if (!reset) return;
+  std::fill(op_ns_.begin(), op_ns_.end(), 0);
+  runs_ = run_ns_ = 0;
+}
+
+}  // namespace pe

@@ -1,0 +1,160 @@
+// A program: ops checked once, one arena, and run() that executes a whole step with the threads inside from the first op
+// to the last. program.cc checks and plans; execute.cc holds the ops, attention.cc the attention op, sampler.cc sampling.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/backend.h"
+
+namespace pe {
+
+struct Buffer {
+  bool quantized = false;
+  int64_t width = 0, stride = 0;  // stride in floats, or in bytes of int8
+  size_t bytes = 0, offset = 0;
+  float* f = nullptr;
+  QuantView quant{};
+  float* row(int64_t t) const { return f + t * stride; }
+};
+
+// An op with its ids looked up.
+struct Op {
+  pe_op d{};
+  Buffer *input = nullptr, *output = nullptr, *scratch = nullptr;
+  const Packed *weight = nullptr, *weight2 = nullptr;
+  const float *bias = nullptr, *bias2 = nullptr, *norm = nullptr, *norm2 = nullptr;
+  const RopeTable* rope = nullptr;
+  KvGroup* kv = nullptr;
+  int64_t k_column = 0, v_column = 0;  // of [q | k | v], each part padded to whole panels
+  size_t tiling = 0;                   // index into tilings_, for attention
+};
+
+// Tokens of one sequence whose query heads are handled together.
+struct TokenTile {
+  int32_t sequence, begin, end;
+  int32_t partitions;      // up to the last token's
+  int64_t first_partial;   // rows of partial results before this tile's
+};
+
+struct Tiling {
+  int32_t heads_per_kv, tile_tokens;
+  std::vector<TokenTile> tiles;
+  int64_t partial_rows = 0, partition_tasks = 0;
+};
+
+class Program {
+ public:
+  Program(pe_backend& backend, const pe_program_desc& desc);
+  void run(const pe_batch& batch);  // throws Error; PE_CANCELLED when the flag was seen
+  void times(uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, bool reset);
+
+  size_t arena_bytes() const { return arena_.size(); }
+  uint64_t barriers() const { return barriers_; }
+  uint64_t allocations() const { return allocations_; }
+
+ private:
+  // program.cc
+  void resolve(const pe_op& d, Op& op);
+  void check(const Op& op);
+  void check_linear(const Op& op, const Packed* weight, const Buffer* in, const char* what) const;
+  void plan();
+  void plan_scratch();
+  void check_batch(const pe_batch& batch) const;
+  void check_sampling(const pe_sampling& p) const;
+  void tile_batch();
+
+  // execute.cc
+  void execute(int thread);
+  void dispatch(const Op& op, int thread);
+  template <class F>
+  void share(int64_t count, int64_t chunk, F&& body);
+  void inner_barrier();
+  void each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread);
+  void linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
+                    int64_t stride, bool accumulate, int64_t tokens, int thread);
+  void linear(const Op& op, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, bool accumulate,
+              int thread);
+  void embed(const Op& op, int64_t token, int thread);
+  void load_hidden(const Op& op, int64_t token, int thread);
+  void norm(const Op& op, int64_t token, int thread);
+  void norm_quantize(const Op& op, int64_t token, int thread);
+  void quantize(const Op& op, int64_t token, int thread);
+  void add(const Op& op, int64_t token, int thread);
+  void act_mul(const Op& op, int64_t token, int thread);
+  void mask_columns(const Op& op, int64_t token, int thread);
+  void tap(const Op& op, int64_t token, int thread);
+  void qk_norm(const Op& op, int64_t token, int thread);
+  void rope(const Op& op, int64_t token, int thread);
+  void kv_append(const Op& op, int64_t token, int thread);
+  void norm_head(const Op& op, int64_t token, int64_t head);
+  void rope_head(const Op& op, int64_t token, int64_t head);
+  void append_head(const Op& op, int64_t token, int64_t head);
+  int64_t head_column(const Op& op, int64_t head) const;
+  void qkv_rope_append(const Op& op, int thread);
+  void gated_ffn(const Op& op, int thread);
+  void lm_head(const Op& op, int thread);
+  void sample(const Op& op, int thread);
+  void fail_later(pe_status status, const char* format, ...) __attribute__((format(printf, 3, 4)));
+
+  // attention.cc
+  void attention(const Op& op, int thread);
+  void attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, float* max, float* sum,
+                        float* acc, int thread);
+  void attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
+  void merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
+
+  int64_t sequence_of(int64_t token) const { return token_sequence_[static_cast<size_t>(token)]; }
+  int32_t block_of(const Op& op, int64_t sequence, int64_t index) const {
+    return batch_->block_tables[op.d.kv_group][sequence * batch_->block_table_width + index];
+  }
+  uint8_t* thread_scratch(int thread) const { return scratch_ + scratch_bytes_ * static_cast<size_t>(thread); }
+
+  pe_backend& backend_;
+  const KernelTable& k_;
+  std::vector<std::shared_ptr<Tensor>> held_;  // tensors stay alive as long as the program
+  std::vector<Op> ops_;
+  std::vector<Buffer> buffers_;
+  Buffer head_, head_quant_, logits_;  // of lm_head: normed rows, their int8 form, logits nobody else owns
+  std::vector<Tiling> tilings_;
+  int32_t max_tokens_, max_sequences_, vocab_ = 0;
+  bool timed_, has_sample_ = false;
+  int32_t tap_count_ = 0;
+
+  Memory arena_;
+  uint8_t* scratch_ = nullptr;  // per thread
+  size_t scratch_bytes_ = 0;
+  size_t scores_offset_ = 0, acc_offset_ = 0, rows_offset_ = 0;
+  int64_t max_rows_ = 1, max_v_stride_ = kPanel;
+  Memory partials_;  // of partitions in decode; grows with the context
+  int64_t split_heads_ = 1;
+
+  // of the run in progress
+  const pe_batch* batch_ = nullptr;
+  std::vector<int32_t> token_sequence_;
+  float* logits_out_ = nullptr;
+  int64_t logits_stride_ = 0;
+  bool split_ = false;
+  alignas(64) std::atomic<int64_t> counter_{0};
+  alignas(64) std::atomic<int32_t> status_{PE_OK};
+  char message_[512] = "";
+  bool stop_ = false;
+  uint64_t barriers_ = 0, allocations_ = 0;
+
+  std::vector<uint64_t> op_ns_;
+  uint64_t runs_ = 0, run_ns_ = 0;
+};
+
+uint64_t now_ns();
+
+// sampler.cc: one row; `work` has 2 * n floats. Returns the id; -1 if nothing can be chosen.
+int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work, float* logprob);
+
+}  // namespace pe
+
+struct pe_program {
+  pe::Program program;
+};

@@ -1,0 +1,78 @@
+"""Stage 2, spec: what a decoder is made of, as plain values. No I/O, no family names.
+
+A family (families.py) turns config.json into a ModelSpec; everything after stage 2 reads only this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of one layer kind.
+
+    Formulas (float32, as in transformers' modeling_rope_utils) are in rope.py. `parameters` holds the numbers of the
+    scaling type under their config names: linear {factor}; dynamic {factor, original_max_position_embeddings};
+    llama3 {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}; yarn {factor, beta_fast,
+    beta_slow, mscale?, mscale_all_dim?, attention_factor?, truncate, original_max_position_embeddings}.
+    """
+
+    rope_type: str  # "default", "linear", "dynamic", "llama3", "yarn"
+    theta: float
+    rotary_dim: int  # even, <= head_dim
+    parameters: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention with grouped KV heads: q [heads*head_dim], k and v [kv_heads*head_dim]."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # multiplies q.k; head_dim ** -0.5 in the Llama line
+    rope: RopeSpec
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim, per head, on q and k before RoPE
+    window: int | None = None  # keys seen, the query's own included; None = all
+
+
+@dataclass(frozen=True)
+class FFNSpec:
+    """Gated FFN: down(act(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: x += attention(norm(x)); x += ffn(norm(x))."""
+
+    index: int
+    attention: AttentionSpec
+    ffn: FFNSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole decoder: embedding, layers, final norm, head."""
+
+    family: str  # "llama", "mistral", "qwen2", "qwen3"
+    architecture: str  # config.json architectures[0]
+    hidden_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
