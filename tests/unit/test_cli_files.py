@@ -70,6 +70,19 @@ def write_model(folder: Path, *, template: str | None = TEMPLATE, **changes: Any
     return folder
 
 
+def test_info_tells_what_the_core_chose(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("PYENGINE_THREADS", raising=False)
+    assert main(["info", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {"name": record["isa"], "available": True} in record["isas"]
+    assert record["isas"][0] == {"name": "scalar", "available": True}
+    assert record["threads"] >= 1
+    assert all(len(feature) > 1 for feature in record["cpu_features"])
+    monkeypatch.setenv("PYENGINE_THREADS", "3")
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["threads"] == 3
+
+
 # --- inspect
 
 
