@@ -1,0 +1,214 @@
+"""Stage 4, reference: the same decoder in plain numpy, the oracle of the kernel tests and the text to learn from.
+
+One decoder layer is `ReferenceModel.layer`; everything it calls is a short function of this file. All arrays are
+[tokens, features] unless a docstring says otherwise; weights are [N, K] (output features, input features) as on disk.
+With dtype=float64 every product, sum and exponential is float64; only the RoPE tables stay float32-valued, because the
+models were trained with float32 angles (rope.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyengine import rope
+from pyengine.checkpoint import Checkpoint
+from pyengine.config import load_model_spec
+from pyengine.errors import RequestError
+from pyengine.families import check_tensors
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
+
+Array = NDArray[Any]
+QUERY_BLOCK = 128  # queries whose scores are held at once: memory grows with T, not with T squared
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; x [..., d], weight [d]."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
+
+
+def softmax(x: Array) -> Array:
+    """exp(x) / sum(exp(x)) over the last axis; the maximum is taken off first, so nothing overflows."""
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x), from exp(-|x|) so that no exponential overflows."""
+    e = np.exp(-np.abs(x))
+    return x * np.where(x >= 0, 1, e) / (1 + e)
+
+
+def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate x [T, heads, head_dim] by cos, sin [T, rotary_dim / 2] (half-split: dimension i pairs with i + rotary_dim / 2).
+
+    Dimensions from rotary_dim on pass through.
+    """
+    half = cos.shape[1]
+    cos, sin = cos[:, None, :].astype(x.dtype), sin[:, None, :].astype(x.dtype)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+
+def attention(q: Array, k: Array, v: Array, scale: float, start: int, window: int | None = None) -> Array:
+    """Causal softmax attention with grouped KV heads.
+
+    q [T, heads, d] at positions start .. start + T; k and v [start + T, kv_heads, d] at positions 0 on; heads is a
+    multiple of kv_heads, and query head h reads KV head h // (heads / kv_heads). A query at position p sees the keys
+    max(0, p - window + 1) .. p. Returns [T, heads * d].
+    """
+    tokens, heads, dim = q.shape
+    keys, kv_heads = k.shape[:2]
+    out = np.empty_like(q)
+    for begin in range(0, tokens, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, tokens)
+        low = 0 if window is None else max(0, start + begin - window + 1)
+        high = min(keys, start + end)
+        age = np.arange(start + begin, start + end)[:, None] - np.arange(low, high)  # [block, keys], 0 = itself
+        hidden = (age < 0) if window is None else (age < 0) | (age >= window)
+        for h in range(heads):
+            g = h // (heads // kv_heads)
+            scores = q[begin:end, h] @ k[low:high, g].T * q.dtype.type(scale)
+            scores[hidden] = -np.inf
+            out[begin:end, h] = softmax(scores) @ v[low:high, g]
+    return out.reshape(tokens, heads * dim)
+
+
+def swiglu_ffn(x: Array, gate: Array, up: Array, down: Array) -> Array:
+    """down @ (silu(gate @ x) * (up @ x)) for every row of x [T, d]; gate, up [d_ff, d]; down [d, d_ff]."""
+    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+class ReferenceCache:
+    """Keys and values of the tokens seen: per layer two arrays [tokens, kv_heads, head_dim], keys already rotated."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Array, Array]] = {}
+        self.length = 0
+
+    def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+        """Append k and v [T, kv_heads, head_dim] to a layer; returns all keys and all values of it."""
+        if layer in self.layers:
+            k, v = (np.concatenate([old, new]) for old, new in zip(self.layers[layer], (k, v), strict=True))
+        self.layers[layer] = (k, v)
+        return k, v
+
+
+class ReferenceModel:
+    """A decoder computed from its ModelSpec and its weights by Hugging Face name.
+
+    Weights may be of any float dtype; each is converted to `dtype` where it is used, so a float64 run of a float32
+    model does not hold a second copy of it.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Array], dtype: Any = np.float32) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.dtype = np.dtype(dtype)
+
+    def weight(self, name: str) -> Array:
+        return np.asarray(self.weights[name]).astype(self.dtype, copy=False)
+
+    def linear(self, x: Array, name: str, bias: bool = False) -> Array:
+        """x [T, K] times `<name>.weight` [N, K] transposed, plus `<name>.bias` [N]: [T, N]."""
+        y = x @ self.weight(name + ".weight").T
+        return y + self.weight(name + ".bias") if bias else y
+
+    def norm(self, x: Array, name: str) -> Array:
+        return rms_norm(x, self.weight(name + ".weight"), self.spec.rms_norm_eps)
+
+    def forward(
+        self,
+        ids: Sequence[int] | Array,
+        start: int = 0,
+        cache: ReferenceCache | None = None,
+        taps: dict[str, list[Array]] | None = None,
+        ffn_skip: Collection[int] = (),
+        neuron_mask: Mapping[int, Array] | None = None,
+    ) -> Array:
+        """Logits [T, vocab_size] of the tokens `ids` [T] at positions start, start + 1, ...
+
+        cache: holds exactly the `start` tokens before; extended by these. Without one, start must be 0.
+        taps: filled with one array [T, features] per layer under "attn_norm", "attention" (input of o_proj),
+            "ffn_norm", "act" (input of down_proj) and "hidden" (the layer's output). A skipped FFN leaves no "ffn_norm"
+            or "act": its entry is an array of zero rows.
+        ffn_skip: layers whose FFN adds nothing.
+        neuron_mask: layer -> indices of the FFN's neurons held at zero.
+        Raises RequestError for an id outside the vocabulary, no ids, or a start the cache does not match.
+        """
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
+            raise RequestError(f"token ids {ids.shape}: expected a non-empty list of 0 .. {self.spec.vocab_size - 1}")
+        cache = ReferenceCache() if cache is None else cache
+        if start != cache.length:
+            raise RequestError(f"start {start}: expected {cache.length}, the number of tokens in the cache")
+        x = np.asarray(self.weights["model.embed_tokens.weight"])[ids].astype(self.dtype)
+        for layer in self.spec.layers:
+            x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, (neuron_mask or {}).get(layer.index))
+        cache.length += len(ids)
+        x = self.norm(x, "model.norm")
+        return self.linear(x, "model.embed_tokens" if self.spec.tie_word_embeddings else "lm_head")
+
+    def layer(
+        self,
+        x: Array,
+        layer: LayerSpec,
+        start: int,
+        cache: ReferenceCache,
+        taps: dict[str, list[Array]] | None = None,
+        skip_ffn: bool = False,
+        masked: Array | None = None,
+    ) -> Array:
+        """One decoder layer: x += attention(norm(x)); x += ffn(norm(x))."""
+        prefix = f"model.layers.{layer.index}."
+        seen: dict[str, Array] = {}
+        seen["attn_norm"] = self.norm(x, prefix + "input_layernorm")
+        seen["attention"] = self.attend(seen["attn_norm"], layer, start, cache)
+        x = x + self.linear(seen["attention"], prefix + "self_attn.o_proj", layer.attention.o_bias)
+        if not skip_ffn:
+            seen["ffn_norm"] = self.norm(x, prefix + "post_attention_layernorm")
+            seen["act"] = self.gated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
+            if masked is not None:
+                seen["act"][:, masked] = 0
+            x = x + self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
+        seen["hidden"] = x
+        if taps is not None:
+            widths = {"ffn_norm": self.spec.hidden_size, "act": layer.ffn.intermediate_size}
+            for point in ("attn_norm", "attention", "ffn_norm", "act", "hidden"):
+                value = seen[point] if point in seen else np.empty((0, widths[point]), self.dtype)
+                taps.setdefault(point, []).append(value)
+        return x
+
+    def attend(self, x: Array, layer: LayerSpec, start: int, cache: ReferenceCache) -> Array:
+        """Attention up to, not including, o_proj: x [T, hidden_size] to [T, heads * head_dim]."""
+        spec: AttentionSpec = layer.attention
+        prefix = f"model.layers.{layer.index}.self_attn."
+        q, k, v = (
+            self.linear(x, prefix + name, spec.qkv_bias).reshape(len(x), -1, spec.head_dim)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        if spec.qk_norm:  # over head_dim, and before the rotation
+            q, k = self.norm(q, prefix + "q_norm"), self.norm(k, prefix + "k_norm")
+        cos, sin = rope.cos_sin(spec.rope, start, start + len(x))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        k, v = cache.append(layer.index, k, v)
+        return attention(q, k, v, spec.scale, start, spec.window)
+
+    def gated(self, x: Array, spec: FFNSpec, prefix: str) -> Array:
+        """silu(gate(x)) * up(x): the intermediate [T, intermediate_size] that down_proj reads."""
+        return silu(self.linear(x, prefix + "gate_proj", spec.bias)) * self.linear(x, prefix + "up_proj", spec.bias)
+
+
+def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceModel:
+    """Read a model folder whole into float32 and return its ReferenceModel computing in `dtype`."""
+    folder = Path(folder)
+    spec = load_model_spec(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        check_tensors(spec, checkpoint.tensors, folder)
+        weights = {name: checkpoint.read_float32(name) for name in checkpoint.tensors}
+        checkpoint.verify_unchanged()
+    return ReferenceModel(spec, weights, dtype)
