@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyengine import rope
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.errors import RequestError
+from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.families import check_tensors
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
 
@@ -44,9 +44,9 @@ def silu(x: Array) -> Array:
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x [T, heads, head_dim] by cos, sin [T, rotary_dim / 2] (half-split: dimension i pairs with i + rotary_dim / 2).
+    """Rotate x [T, heads, head_dim] by the angles of cos, sin [T, rotary_dim / 2].
 
-    Dimensions from rotary_dim on pass through.
+    Half-split: dimension i pairs with i + rotary_dim / 2; dimensions from rotary_dim on pass through.
     """
     half = cos.shape[1]
     cos, sin = cos[:, None, :].astype(x.dtype), sin[:, None, :].astype(x.dtype)
@@ -109,6 +109,11 @@ class ReferenceModel:
         self.spec = spec
         self.weights = weights
         self.dtype = np.dtype(dtype)
+        for layer in spec.layers:
+            if layer.ffn.activation != "silu":
+                raise UnsupportedModelError(
+                    f"layer {layer.index}: activation {layer.ffn.activation!r}; expected 'silu'"
+                )
 
     def weight(self, name: str) -> Array:
         return np.asarray(self.weights[name]).astype(self.dtype, copy=False)
@@ -128,7 +133,7 @@ class ReferenceModel:
         cache: ReferenceCache | None = None,
         taps: dict[str, list[Array]] | None = None,
         ffn_skip: Collection[int] = (),
-        neuron_mask: Mapping[int, Array] | None = None,
+        neuron_mask: Mapping[int, Sequence[int] | Array] | None = None,
     ) -> Array:
         """Logits [T, vocab_size] of the tokens `ids` [T] at positions start, start + 1, ...
 
@@ -138,8 +143,11 @@ class ReferenceModel:
             or "act": its entry is an array of zero rows.
         ffn_skip: layers whose FFN adds nothing.
         neuron_mask: layer -> indices of the FFN's neurons held at zero.
-        Raises RequestError for an id outside the vocabulary, no ids, or a start the cache does not match.
+        Raises RequestError for an id outside the vocabulary, no ids, a start the cache does not match, or a hook on a
+        layer or neuron that is not there.
         """
+        neuron_mask = neuron_mask or {}
+        self.check_hooks(ffn_skip, neuron_mask)
         ids = np.asarray(ids, dtype=np.int64)
         if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
             raise RequestError(f"token ids {ids.shape}: expected a non-empty list of 0 .. {self.spec.vocab_size - 1}")
@@ -148,10 +156,20 @@ class ReferenceModel:
             raise RequestError(f"start {start}: expected {cache.length}, the number of tokens in the cache")
         x = np.asarray(self.weights["model.embed_tokens.weight"])[ids].astype(self.dtype)
         for layer in self.spec.layers:
-            x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, (neuron_mask or {}).get(layer.index))
+            x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, neuron_mask.get(layer.index))
         cache.length += len(ids)
         x = self.norm(x, "model.norm")
         return self.linear(x, "model.embed_tokens" if self.spec.tie_word_embeddings else "lm_head")
+
+    def check_hooks(self, ffn_skip: Collection[int], neuron_mask: Mapping[int, Sequence[int] | Array]) -> None:
+        for index in (*ffn_skip, *neuron_mask):
+            if not 0 <= index < self.spec.num_layers:
+                raise RequestError(f"layer {index}: expected 0 to {self.spec.num_layers - 1}")
+        for index, neurons in neuron_mask.items():
+            size = self.spec.layers[index].ffn.intermediate_size
+            bad = [int(n) for n in neurons if not 0 <= n < size]
+            if bad:
+                raise RequestError(f"neuron {bad[0]} of layer {index}: expected 0 to {size - 1}")
 
     def layer(
         self,
@@ -161,7 +179,7 @@ class ReferenceModel:
         cache: ReferenceCache,
         taps: dict[str, list[Array]] | None = None,
         skip_ffn: bool = False,
-        masked: Array | None = None,
+        masked: Sequence[int] | Array | None = None,
     ) -> Array:
         """One decoder layer: x += attention(norm(x)); x += ffn(norm(x))."""
         prefix = f"model.layers.{layer.index}."
@@ -173,7 +191,7 @@ class ReferenceModel:
             seen["ffn_norm"] = self.norm(x, prefix + "post_attention_layernorm")
             seen["act"] = self.gated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
             if masked is not None:
-                seen["act"][:, masked] = 0
+                seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
             x = x + self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
         seen["hidden"] = x
         if taps is not None:

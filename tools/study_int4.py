@@ -122,7 +122,11 @@ def fit_minimum(x: np.ndarray, h: np.ndarray, search: bool) -> tuple[np.ndarray,
             step = (high - low) * np.float32((1 - cut_low - cut_high) / 15)
             s, m, gain = refit_minimum(centred, h, mean, total, step, start)
             better = gain > best
-            best, best_s, best_m = np.where(better, gain, best), np.where(better, s, best_s), np.where(better, m, best_m)
+            best, best_s, best_m = (
+                np.where(better, gain, best),
+                np.where(better, s, best_s),
+                np.where(better, m, best_m),
+            )
     for _ in range(REFITS):
         best_s, best_m, _ = refit_minimum(centred, h, mean, total, best_s, best_m)
     return best_s, best_m
@@ -190,7 +194,11 @@ def quantize_zero(x: np.ndarray, h: np.ndarray, search: bool) -> np.ndarray:
                 break
             s, gain = scale_gain(x, h, levels(x, s, -s * z, 0, 15) - z)
             better = gain > best
-            best, best_s, best_z = np.where(better, gain, best), np.where(better, s, best_s), np.where(better, z, best_z)
+            best, best_s, best_z = (
+                np.where(better, gain, best),
+                np.where(better, s, best_s),
+                np.where(better, z, best_z),
+            )
     for _ in range(REFITS if search else 0):
         best_s, _ = scale_gain(x, h, levels(x, best_s, -best_s * best_z, 0, 15) - best_z)
     s = float16(best_s)
@@ -330,8 +338,10 @@ def main() -> None:
     chosen = [name for name in FORMATS if any(fnmatch.fnmatchcase(name, pattern) for pattern in args.formats)]
     text = args.text.read_bytes()
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
-    ids = [np.array(tokenizer.encode(t.decode(errors="ignore"), add_special_tokens=False).ids)
-           for t in (text[: args.skip_bytes], text[args.skip_bytes :])]
+    ids = [
+        np.array(tokenizer.encode(t.decode(errors="ignore"), add_special_tokens=False).ids)
+        for t in (text[: args.skip_bytes], text[args.skip_bytes :])
+    ]
     calibration, tokens = ids[0][: args.calibration_tokens], ids[1][: args.tokens]
     if len(tokens) < args.tokens or args.tokens % args.window or not chosen:
         parser.error(f"{len(tokens)} tokens after the skipped bytes, {len(chosen)} formats: nothing to measure")

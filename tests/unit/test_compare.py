@@ -47,7 +47,7 @@ def test_the_worst_is_the_one_farthest_over_its_bound() -> None:
 def test_nan_and_inf_fail_on_either_side_and_on_both(value: float) -> None:
     bad = changed(value)
     for pair in ((bad, ONES), (ONES, bad), (bad, bad)):
-        with pytest.raises(AssertionError, match="is -?(nan|inf) at"):
+        with pytest.raises(AssertionError, match=r"is -?(nan|inf) at"):
             assert_close(*pair, 1e30)
         with pytest.raises(AssertionError, match="NaN or Inf"):
             assert_same_bits(*pair)
@@ -66,18 +66,18 @@ def test_a_bound_that_could_hide_an_error_is_refused(bound: Any) -> None:
 )
 def test_nothing_is_broadcast(other: Any) -> None:
     for pair in ((ONES, other), (other, ONES)):
-        with pytest.raises(AssertionError, match="shape|numpy array"):
+        with pytest.raises(AssertionError, match=r"shape|numpy array"):
             assert_close(*pair, 10)
-        with pytest.raises(AssertionError, match="shape|numpy array"):
+        with pytest.raises(AssertionError, match=r"shape|numpy array"):
             assert_same_bits(*pair)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int32, np.bool_])
 def test_dtypes_must_agree(dtype: Any) -> None:
     for pair in ((ONES, ONES.astype(dtype)), (ONES.astype(dtype), ONES)):
-        with pytest.raises(AssertionError, match="expected (float|int|bool)"):
+        with pytest.raises(AssertionError, match=r"expected (float|int|bool)"):
             assert_close(*pair, 0)
-        with pytest.raises(AssertionError, match="expected (float|int|bool)"):
+        with pytest.raises(AssertionError, match=r"expected (float|int|bool)"):
             assert_same_bits(*pair)
 
 
