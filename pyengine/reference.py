@@ -28,19 +28,22 @@ QUERY_BLOCK = 128  # queries whose scores are held at once: memory grows with T,
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; x [..., d], weight [d]."""
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
+    y: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
+    return y
 
 
 def softmax(x: Array) -> Array:
     """exp(x) / sum(exp(x)) over the last axis; the maximum is taken off first, so nothing overflows."""
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    e /= e.sum(axis=-1, keepdims=True)
+    return e
 
 
 def silu(x: Array) -> Array:
     """x * sigmoid(x), from exp(-|x|) so that no exponential overflows."""
     e = np.exp(-np.abs(x))
-    return x * np.where(x >= 0, 1, e) / (1 + e)
+    y: Array = x * np.where(x >= 0, 1, e) / (1 + e)
+    return y
 
 
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
@@ -80,7 +83,8 @@ def attention(q: Array, k: Array, v: Array, scale: float, start: int, window: in
 
 def swiglu_ffn(x: Array, gate: Array, up: Array, down: Array) -> Array:
     """down @ (silu(gate @ x) * (up @ x)) for every row of x [T, d]; gate, up [d_ff, d]; down [d, d_ff]."""
-    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    y: Array = (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return y
 
 
 class ReferenceCache:
@@ -120,7 +124,7 @@ class ReferenceModel:
 
     def linear(self, x: Array, name: str, bias: bool = False) -> Array:
         """x [T, K] times `<name>.weight` [N, K] transposed, plus `<name>.bias` [N]: [T, N]."""
-        y = x @ self.weight(name + ".weight").T
+        y: Array = x @ self.weight(name + ".weight").T
         return y + self.weight(name + ".bias") if bias else y
 
     def norm(self, x: Array, name: str) -> Array:
