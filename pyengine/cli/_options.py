@@ -18,7 +18,6 @@ DEVICES = ("auto", "cpu", "cuda")
 QUANTS = ("none", "f32", "bf16", "int8", "int4")
 INT4_SCHEMES = ("minimum", "symmetric")
 KV_DTYPES = ("bf16", "f32")
-GROUPED_QUANTS = ("int8", "int4")
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +49,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quant", choices=QUANTS, default="int8", help="weight format; none = as stored (default int8)")
     group.add_argument("--group-size", type=int, metavar="N", help="weights per scale, for int8 and int4")
     group.add_argument("--int4-scheme", choices=INT4_SCHEMES, help="int4 with a minimum per group, or symmetric")
-    group.add_argument("--no-calibration", action="store_true", help="search scales without E[x^2] of a short text")
+    group.add_argument(
+        "--no-calibration", action="store_true", help="int4: search scales without E[x^2] of a short text"
+    )
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="KV cache (default bf16; f32 under --quant f32)")
     group.add_argument("-t", "--threads", type=int, metavar="N", help="worker threads; also PYENGINE_THREADS")
     group.add_argument("--device", choices=DEVICES, help="auto (default), cpu or cuda; also PYENGINE_DEVICE")
@@ -113,15 +114,13 @@ def device(args: argparse.Namespace) -> str:
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `pyengine.load` for these options. An option that would do nothing is refused."""
-    if args.quant not in GROUPED_QUANTS:
-        for given, option in (
-            (args.group_size is not None, "--group-size"),
-            (args.no_calibration, "--no-calibration"),
-        ):
-            if given:
-                raise RequestError(f"{option} with --quant {args.quant}, which has no groups; expected int8 or int4")
-    if args.int4_scheme is not None and args.quant != "int4":
-        raise RequestError(f"--int4-scheme with --quant {args.quant}; expected --quant int4")
+    for given, option, quants in (
+        (args.group_size is not None, "--group-size", ("int8", "int4")),
+        (args.int4_scheme is not None, "--int4-scheme", ("int4",)),
+        (args.no_calibration, "--no-calibration", ("int4",)),  # only int4's scales are searched
+    ):
+        if given and args.quant not in quants:
+            raise RequestError(f"{option} with --quant {args.quant}; expected --quant {' or '.join(quants)}")
     threads = args.threads if args.threads is not None else environment_threads()
     if threads is not None and threads < 1:
         raise RequestError(f"{threads} threads; expected at least 1")

@@ -38,6 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
         ["generate", "--raw", "-p", "Hi", "-t", "0"],
         ["generate", "--raw", "-p", "Hi", "--quant", "bf16", "--group-size", "64"],
         ["generate", "--raw", "-p", "Hi", "--quant", "none", "--no-calibration"],
+        ["generate", "--raw", "-p", "Hi", "--quant", "int8", "--no-calibration"],
         ["generate", "--raw", "-p", "Hi", "--quant", "int8", "--int4-scheme", "symmetric"],
         ["--version", "info"],
         ["compare", "--max-kld", "nan"],
