@@ -10,7 +10,7 @@ half of each scored. The figure is the mean over scored positions of KL(stored |
 vocabulary. Everything but the formats' own rounding is float32 numpy (pyengine/reference.py).
 
 A format is named  int4-<kind>-g<group>-<fit>[-a8]  or  int8-g64-<fit>[-a8]:
-  kind  sym       w = s * (q - 8)        float16 scale (the sign of s puts the extreme weight at q = 0)
+  kind  sym       w = s * (q - 8)        bfloat16 scale (the sign of s puts the extreme weight at q = 0)
         zero      w = s * (q - z)        float16 scale, integer z in 0..15 stored in a byte
         minf16    w = s * q + m          float16 scale and minimum
         minbf16   w = s * q + m          bfloat16 scale and minimum: no weight is out of range
@@ -209,7 +209,7 @@ def quantize_group_block(x: np.ndarray, h: np.ndarray, kind: str, search: bool) 
     if kind == "int8":
         return quantize_scale(x, h, search, -127, 127, LEVELS8, bfloat16)
     if kind == "sym":
-        return quantize_scale(x, h, search, -8, 7, SYMMETRIC, float16)
+        return quantize_scale(x, h, search, -8, 7, SYMMETRIC, bfloat16)
     if kind == "zero":
         return quantize_zero(x, h, search)
     if kind == "min8":
