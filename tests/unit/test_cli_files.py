@@ -168,7 +168,7 @@ def test_layer_lines_join_equal_layers_only(tmp_path: Path) -> None:
 
 def test_a_missing_path_and_a_prompt_in_the_wrong_place(tmp_path: Path, capsys: Any) -> None:
     assert main(["inspect", "Why is the sky blue?"]) == 2
-    assert "did you mean -p?" in capsys.readouterr().err
+    assert "did you mean -p" in capsys.readouterr().err
     assert main(["inspect", "no-such-org-x/no-such-name", "--offline"]) == 3
     assert "hf download no-such-org-x/no-such-name" in capsys.readouterr().err
 
