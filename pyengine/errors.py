@@ -55,7 +55,7 @@ class ComputeError(PyEngineError, ArithmeticError):
     exit_code = 1
 
 
-class Cancelled(PyEngineError):
+class CancelledError(PyEngineError):
     """A run was cancelled through its flag. The engine turns it into KeyboardInterrupt or finish_reason 'cancelled'."""
 
     exit_code = 130

@@ -67,9 +67,14 @@ Tensor::Tensor(const pe_tensor_desc& d) {
   if (is_packed(d.format)) {
     v.panels = (d.rows + kPanel - 1) / kPanel;
     v.groups = d.group ? (d.cols + d.group - 1) / d.group : 0;
-    const size_t scales = align_up(static_cast<size_t>(v.groups) * kPanel * 2, kAlign);
-    v.minimum_offset = scales;
-    v.data_offset = d.format == PE_INT4_MIN ? 2 * scales : scales;
+    const size_t values = static_cast<size_t>(v.groups) * kPanel;
+    if (d.format == PE_INT4_MIN) {
+      v.scale_offset = 2 * kPanel * sizeof(float);
+      v.minimum_offset = v.scale_offset + align_up(values, kAlign);
+      v.data_offset = v.minimum_offset + align_up(values, kAlign);
+    } else {
+      v.data_offset = align_up(values * 2, kAlign);
+    }
     v.panel_bytes = align_up(v.data_offset + bytes_of_columns(d.format, v.padded_cols), kAlign);
     data_bytes = v.panel_bytes * static_cast<size_t>(v.panels);
   } else {

@@ -24,7 +24,9 @@ struct Packed {
   int64_t rows, cols;       // N, K
   int64_t padded_cols;      // K rounded up to the step of the format
   int64_t panels, groups;
-  size_t panel_bytes, minimum_offset, data_offset;  // inside a panel; scales are at 0
+  // Inside a panel. PE_INT4_MIN: at 0 float32 [16] scale units, then [16] minimum units; scales uint8, minimums int8.
+  // Other integer formats: scales bfloat16, at scale_offset = 0.
+  size_t panel_bytes, scale_offset, minimum_offset, data_offset;
   uint8_t* data;
 };
 
@@ -80,7 +82,7 @@ struct PackArgs {
   int64_t first_row;      // of this panel, in the source
   int64_t panel;          // in the tensor
   const float* importance;
-  float* scratch;         // [align(cols, 8)][16] float
+  float* scratch;         // float [align(cols, 8)][16], then [groups][2][16]
   int64_t bad_row, bad_col;  // out: the first NaN or Inf, else -1
 };
 

@@ -65,7 +65,7 @@ typedef enum pe_format {
   PE_BF16 = 1,         /* P16 bfloat16 */
   PE_INT8 = 2,         /* P16 int8, symmetric, bf16 scale per group */
   PE_INT4_SYM = 3,     /* P16 int4, q - 8, bf16 scale per group */
-  PE_INT4_MIN = 4,     /* P16 int4, scale * q + minimum, both bf16 per group */
+  PE_INT4_MIN = 4,     /* P16 int4, scale * q + minimum: 8 bits each per group, in units of the row */
   PE_ROWS_F32 = 5,     /* row-major float32 (embedding) */
   PE_ROWS_BF16 = 6,    /* row-major bfloat16 (embedding) */
   PE_VECTOR_F32 = 7    /* one row of float32: norm weights, biases, masks */

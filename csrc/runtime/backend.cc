@@ -76,7 +76,7 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   std::atomic<int64_t> next{0};
   std::mutex mutex;
   int64_t bad_row = -1, bad_col = -1;
-  const size_t scratch_bytes = align_up(static_cast<size_t>(t.cols), 8) * kPanel * sizeof(float);
+  const size_t scratch_bytes = (align_up(static_cast<size_t>(t.cols), 8) + 2 * static_cast<size_t>(t.groups)) * kPanel * sizeof(float);
   Memory scratch(scratch_bytes * static_cast<size_t>(team.size()));
   team.run([&](int thread) {
     PackArgs p{};

@@ -42,6 +42,28 @@ struct Act {  // the numbers of one row of activations, by sub-block
         negative_sum(SUB == 64 ? v.negative_sum64 + row * v.groups : v.negative_sum32 + 2 * row * v.groups) {}
 };
 
+template <int FORMAT>
+struct Scales {  // of one panel
+  const uint8_t* base;
+  const uint8_t* minimums;
+  F scale_unit, minimum_unit;
+  Scales() = default;
+  Scales(const Packed& w, int64_t panel) : base(w.data + panel * w.panel_bytes), minimums(base + w.minimum_offset) {
+    if (!Weights<FORMAT>::kMinimum) return;
+    scale_unit = simd::load(reinterpret_cast<const float*>(base));
+    minimum_unit = simd::load(reinterpret_cast<const float*>(base) + kPanel);
+    base += w.scale_offset;
+  }
+  F scale(int64_t group) const {
+    if (Weights<FORMAT>::kMinimum) return simd::mul(simd::load_u8(base + group * kPanel), scale_unit);
+    return simd::load_bf16(reinterpret_cast<const uint16_t*>(base) + group * kPanel);
+  }
+  F minimum(int64_t group) const {
+    if (!Weights<FORMAT>::kMinimum) return simd::zero();
+    return simd::mul(simd::load_i8(reinterpret_cast<const int8_t*>(minimums) + group * kPanel), minimum_unit);
+  }
+};
+
 // One sub-block's contribution to one output vector.
 template <int FORMAT, int SUB>
 inline F add_block(F f, I acc, F scale, F minimum, const float* act_scale, const float* scaled_sum, int64_t s) {
@@ -64,13 +86,13 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
   constexpr int kAhead = 1536;  // bytes of software prefetch per stream
   const Packed& w = *a.weight;
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB;
-  const uint8_t* base[P];
+  Scales<FORMAT> scales[P];
   const uint8_t* data[P];
   Act<SUB> act[M];
   F f[P][M];
   PE_UNROLL for (int p = 0; p < P; ++p) {
-    base[p] = w.data + (panel + p) * w.panel_bytes;
-    data[p] = base[p] + w.data_offset;
+    scales[p] = Scales<FORMAT>(w, panel + p);
+    data[p] = w.data + (panel + p) * w.panel_bytes + w.data_offset;
   }
   PE_UNROLL for (int m = 0; m < M; ++m) {
     act[m] = Act<SUB>(a.quant, m);
@@ -106,10 +128,8 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
       for (int64_t i = 0; i < columns; i += W::kColumns) step(k0 + i);
     }
     PE_UNROLL for (int p = 0; p < P; ++p) {
-      const int64_t g = (ratio == 1 ? s : s / ratio) * kPanel;
-      const F scale = simd::load_bf16(reinterpret_cast<const uint16_t*>(base[p]) + g);
-      const F minimum =
-          W::kMinimum ? simd::load_bf16(reinterpret_cast<const uint16_t*>(base[p] + w.minimum_offset) + g) : simd::zero();
+      const int64_t g = ratio == 1 ? s : s / ratio;
+      const F scale = scales[p].scale(g), minimum = scales[p].minimum(g);
       PE_UNROLL for (int m = 0; m < M; ++m) {
         const I sum = kChains > 1 ? simd::iadd(acc[p][m][0], acc[p][m][kChains - 1]) : acc[p][m][0];
         f[p][m] = add_block<FORMAT, SUB>(f[p][m], sum, scale, minimum, act[m].scale, act[m].scaled_sum, s);
@@ -133,7 +153,7 @@ inline void unpack_panel(const uint8_t* data, int64_t padded_cols, uint8_t* out)
 template <int FORMAT, int SUB, int T>
 void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t token0, int64_t valid) {
   const Packed& w = *a.weight;
-  const uint8_t* base = w.data + panel * w.panel_bytes;
+  const Scales<FORMAT> scales(w, panel);
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB, stride = a.quant.q_stride;
   const int64_t groups = a.quant.groups, sums = SUB == 64 ? groups : 2 * groups;
   const Act<SUB> act(a.quant, token0);
@@ -155,11 +175,8 @@ void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t 
       for (int64_t i = 0; i < columns; i += 4) step(i);
     }
     bytes += columns * kPanel;
-    const int64_t g = (ratio == 1 ? s : s / ratio) * kPanel;
-    const F scale = simd::load_bf16(reinterpret_cast<const uint16_t*>(base) + g);
-    const F minimum = Weights<FORMAT>::kMinimum
-                          ? simd::load_bf16(reinterpret_cast<const uint16_t*>(base + w.minimum_offset) + g)
-                          : simd::zero();
+    const int64_t g = ratio == 1 ? s : s / ratio;
+    const F scale = scales.scale(g), minimum = scales.minimum(g);
     PE_UNROLL for (int j = 0; j < T; ++j)
       f[j] = add_block<FORMAT, SUB>(f[j], acc[j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
   }

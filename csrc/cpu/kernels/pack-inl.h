@@ -1,8 +1,8 @@
 // Quantize and pack one panel: 16 rows are the 16 lanes, so the search for scales runs on whole vectors.
 //
-// The search (docs/packed_formats.md): every candidate fixes integers q by rounding, refits the scale (and minimum) to
-// them by least squares weighted with the importance of the columns, rounds those to bfloat16 as stored, rounds q again
-// with the stored values and measures the weighted squared error; the candidate with the least error wins, lane by lane.
+// The search (docs/packed_formats.md): every candidate fixes integers q by rounding and asks how much of the squared
+// error, weighted with the importance of the columns, the best scale (and minimum) for those q would remove; the
+// candidate with the largest gain wins, lane by lane. The values are then rounded as they are stored, and q again to them.
 #pragma once
 
 namespace {
@@ -71,171 +71,240 @@ inline F safe_inverse(F x) {
   return simd::select_lt(simd::abs(x), simd::set1(1.2e-38f), simd::zero(), simd::div(simd::set1(1.0f), x));
 }
 
-struct Group {  // a group of one panel: n columns of 16 lanes, with the lanes divided by their own largest magnitude
-  F w[128];
+struct Group {  // a group of one panel: n columns of 16 lanes
+  const float* w;           // [n][16], lanes divided by their row's largest magnitude
   const float* importance;  // [n] or nullptr
   int n;
-  F amax;
+  F at(int k) const { return simd::load(w + k * kPanel); }
   F h(int k) const { return simd::set1(importance ? importance[k] : 1.0f); }
 };
 
-inline void load_group(const float* w, int n, const float* importance, Group& g) {
-  F amax = simd::zero();
-  for (int k = 0; k < n; ++k) amax = simd::max(amax, simd::abs(simd::load(w + k * kPanel)));
-  const F inverse = safe_inverse(amax);
-  for (int k = 0; k < n; ++k) g.w[k] = simd::mul(simd::load(w + k * kPanel), inverse);
-  g.importance = importance;
-  g.n = n;
-  g.amax = simd::select_lt(amax, simd::set1(1.2e-38f), simd::zero(), amax);
+inline Group group_at(const Packed& t, const float* w, const float* importance, int64_t i) {
+  const int64_t k0 = i * t.group;
+  return {w + k0 * kPanel, importance ? importance + k0 : nullptr, static_cast<int>(imin64(t.group, t.cols - k0))};
 }
 
-struct Fit {
-  F scale, minimum, error;  // scale and minimum in units of amax, error weighted
+// x / amax, 0 where amax is 0. In two steps, because 1 / amax itself may be a denormal.
+inline F divide_by(F x, F amax) {
+  const F quarter = simd::set1(0.25f);
+  return simd::mul(simd::mul(x, safe_inverse(simd::mul(amax, quarter))), quarter);
+}
+
+// Divides every lane by its largest magnitude, which is returned; a row of denormals becomes 0. So no square overflows.
+inline F normalize_rows(float* w, int64_t columns) {
+  F amax = simd::zero();
+  for (int64_t k = 0; k < columns; ++k) amax = simd::max(amax, simd::abs(simd::load(w + k * kPanel)));
+  amax = simd::select_lt(amax, simd::set1(1.2e-38f), simd::zero(), amax);
+  for (int64_t k = 0; k < columns; ++k) simd::store(w + k * kPanel, divide_by(simd::load(w + k * kPanel), amax));
+  return amax;
+}
+
+template <int LOW, int HIGH>
+inline F round_clip(F x) {
+  return simd::to_float(clamp_int(simd::round_int(x), LOW, HIGH));
+}
+
+// ---- with a minimum: w ~ scale * q + minimum, q in 0..15 -----------------------------------------------------------
+
+struct Affine {
+  F scale, minimum;
 };
 
-// q = clamp(round((w - minimum) / scale)), as integers in float
-template <int LOW, int HIGH>
-inline F quant(F w, F inverse, F minimum) {
-  return simd::to_float(clamp_int(simd::round_int(simd::mul(simd::sub(w, minimum), inverse)), LOW, HIGH));
-}
+struct AffineFit {
+  Affine values;
+  F gain;  // what the fit removes of sum h (w - mean)^2
+};
 
-inline void keep_better(Fit& best, const Fit& fit) {
-  best.scale = simd::select_lt(fit.error, best.error, fit.scale, best.scale);
-  best.minimum = simd::select_lt(fit.error, best.error, fit.minimum, best.minimum);
-  best.error = simd::select_lt(fit.error, best.error, fit.error, best.error);
-}
-
-// Values as stored, in units of amax, and the error with q rounded to them.
-template <int LOW, int HIGH>
-inline Fit measure(const Group& g, F scale, F minimum) {
-  const F unit = safe_inverse(g.amax);
-  Fit fit{simd::mul(stored(simd::mul(scale, g.amax)), unit), simd::mul(stored(simd::mul(minimum, g.amax)), unit), simd::zero()};
-  const F inverse = safe_inverse(fit.scale);
+// Integers of (scale, minimum), then the least squares fit to them. mean = sum(h w) / h0, h0 = sum h.
+inline AffineFit fit_affine(const Group& g, Affine from, F mean, F h0) {
+  const F inverse = safe_inverse(from.scale);
+  F a = simd::zero(), b = simd::zero(), c = simd::zero();
   for (int k = 0; k < g.n; ++k) {
-    const F q = quant<LOW, HIGH>(g.w[k], inverse, fit.minimum);
-    const F d = simd::sub(simd::sub(g.w[k], fit.minimum), simd::mul(fit.scale, q));
-    fit.error = simd::fma(simd::mul(g.h(k), d), d, fit.error);
+    const F w = g.at(k), q = round_clip<0, 15>(simd::mul(simd::sub(w, from.minimum), inverse)), hq = simd::mul(g.h(k), q);
+    a = simd::add(a, hq);
+    b = simd::fma(hq, q, b);
+    c = simd::fma(hq, simd::sub(w, mean), c);
   }
-  return fit;
+  const F centre = simd::mul(a, safe_inverse(h0));
+  const F spread = simd::sub(b, simd::mul(a, centre));
+  const F flat = simd::mul(simd::set1(1e-6f), h0);  // all q alike: only the mean is left
+  const F scale = simd::select_lt(flat, spread, simd::mul(c, safe_inverse(spread)), simd::zero());
+  return {{scale, simd::sub(mean, simd::mul(scale, centre))}, simd::mul(scale, c)};
 }
 
-// Symmetric, w ~ scale * q: the candidates' largest |q| runs around HIGH; refit scale = sum(h w q) / sum(h q q).
-template <int LOW, int HIGH>
-inline Fit search_symmetric(const Group& g, const float* candidates, int count) {
-  F extreme = simd::zero(), size = simd::zero();  // the value of largest magnitude, with its sign
+inline Affine search_affine(const Group& g) {
+  F low = g.at(0), high = low, h0 = simd::zero(), sum = simd::zero();
   for (int k = 0; k < g.n; ++k) {
-    const F m = simd::abs(g.w[k]);
-    extreme = simd::select_lt(size, m, g.w[k], extreme);
-    size = simd::max(m, size);
+    const F w = g.at(k), h = g.h(k);
+    low = simd::min(low, w);
+    high = simd::max(high, w);
+    h0 = simd::add(h0, h);
+    sum = simd::fma(h, w, sum);
   }
-  Fit best{simd::zero(), simd::zero(), simd::set1(__builtin_inff())};
-  for (int c = 0; c < count; ++c) {
-    const F scale = simd::div(extreme, simd::set1(candidates[c]));
-    const F inverse = safe_inverse(scale);
-    F qq = simd::zero(), wq = simd::zero();
-    for (int k = 0; k < g.n; ++k) {
-      const F q = quant<LOW, HIGH>(g.w[k], inverse, simd::zero()), hq = simd::mul(g.h(k), q);
-      qq = simd::fma(hq, q, qq);
-      wq = simd::fma(hq, g.w[k], wq);
+  const F range = simd::sub(high, low), mean = simd::mul(sum, safe_inverse(h0));
+  AffineFit best{{simd::zero(), mean}, simd::set1(-1.0f)};
+  for (int i = 0; i < 5; ++i)
+    for (int j = 0; j < 5; ++j) {  // parts of the range cut at its low and high end
+      const float cut_low = 0.04f * static_cast<float>(i), cut_high = 0.04f * static_cast<float>(j);
+      const Affine from{simd::mul(range, simd::set1((1.0f - cut_low - cut_high) / 15.0f)),
+                        simd::fma(range, simd::set1(cut_low), low)};
+      const AffineFit fit = fit_affine(g, from, mean, h0);
+      best.values.scale = simd::select_lt(best.gain, fit.gain, fit.values.scale, best.values.scale);
+      best.values.minimum = simd::select_lt(best.gain, fit.gain, fit.values.minimum, best.values.minimum);
+      best.gain = simd::max(fit.gain, best.gain);
     }
-    // importance 0 everywhere leaves nothing to fit: the candidate stands
-    const F fitted = simd::select_lt(simd::zero(), qq, simd::mul(wq, safe_inverse(qq)), scale);
-    keep_better(best, measure<LOW, HIGH>(g, fitted, simd::zero()));
-  }
-  return best;
+  return fit_affine(g, best.values, mean, h0).values;
 }
 
-// With a minimum, w ~ scale * q + minimum, q in 0..15.
-inline Fit search_minimum(const Group& g, const float (*candidates)[2], int count) {
-  F low = g.w[0], high = g.w[0];
-  for (int k = 1; k < g.n; ++k) {
-    low = simd::min(low, g.w[k]);
-    high = simd::max(high, g.w[k]);
-  }
-  const F range = simd::sub(high, low);
-  Fit best{simd::zero(), simd::zero(), simd::set1(__builtin_inff())};
-  for (int c = 0; c < count; ++c) {
-    F minimum = simd::fma(range, simd::set1(candidates[c][0]), low);
-    F scale = simd::mul(range, simd::set1((1.0f - candidates[c][0] - candidates[c][1]) / 15.0f));
-    const F inverse = safe_inverse(scale);
-    F h0 = simd::zero(), q1 = simd::zero(), q2 = simd::zero(), w1 = simd::zero(), wq = simd::zero();
-    for (int k = 0; k < g.n; ++k) {
-      const F q = quant<0, 15>(g.w[k], inverse, minimum), h = g.h(k), hq = simd::mul(h, q);
-      h0 = simd::add(h0, h);
-      q1 = simd::add(q1, hq);
-      q2 = simd::fma(hq, q, q2);
-      w1 = simd::fma(h, g.w[k], w1);
-      wq = simd::fma(hq, g.w[k], wq);
-    }
-    const F det = simd::sub(simd::mul(h0, q2), simd::mul(q1, q1));
-    const F tiny = simd::mul(simd::set1(1e-6f), simd::mul(h0, q2));
-    scale = simd::select_lt(tiny, det, simd::mul(simd::sub(simd::mul(h0, wq), simd::mul(q1, w1)), safe_inverse(det)), scale);
-    // the scale as it will be stored, then the minimum that fits it
-    scale = simd::mul(stored(simd::mul(scale, g.amax)), safe_inverse(g.amax));
-    const F fitted = simd::mul(simd::sub(w1, simd::mul(scale, q1)), safe_inverse(h0));
-    minimum = simd::select_lt(simd::zero(), h0, fitted, minimum);
-    keep_better(best, measure<0, 15>(g, scale, minimum));
-  }
-  return best;
+inline I affine_q(F w, F inverse, F minimum) {
+  return clamp_int(simd::round_int(simd::mul(simd::sub(w, minimum), inverse)), 0, 15);
 }
 
-inline I quant_stored(const Group& g, const Fit& fit, int k, int low, int high) {
-  const F inverse = safe_inverse(fit.scale);
-  return clamp_int(simd::round_int(simd::mul(simd::sub(g.w[k], fit.minimum), inverse)), low, high);
+// The minimum that fits the integers of a scale already rounded.
+inline F refit_minimum(const Group& g, F scale, F minimum) {
+  const F inverse = safe_inverse(scale);
+  F h0 = simd::zero(), sum = simd::zero();
+  for (int k = 0; k < g.n; ++k) {
+    const F w = g.at(k), h = g.h(k);
+    h0 = simd::add(h0, h);
+    sum = simd::fma(h, simd::sub(w, simd::mul(scale, simd::to_float(affine_q(w, inverse, minimum)))), sum);
+  }
+  return simd::mul(sum, safe_inverse(h0));
 }
 
-inline void store_scale(uint16_t* p, F x, F amax) { simd::store_high16(p, simd::as_int(stored(simd::mul(x, amax)))); }
+// Eight columns from k as one step of int4 data; columns past n get `pad`.
+template <class Q>
+inline void store_nibbles(uint8_t* to, int n, int k, int pad, Q&& q) {
+  I word = simd::izero();
+  for (int j = 3; j >= 0; --j) {
+    const I first = k + j < n ? q(k + j) : simd::iset1(pad);
+    const I second = k + 4 + j < n ? q(k + 4 + j) : simd::iset1(pad);
+    word = simd::ior(simd::shl<8>(word), simd::ior(first, simd::shl<4>(second)));
+  }
+  simd::istore(reinterpret_cast<int32_t*>(to), word);
+}
 
-// largest |q| of a candidate: a little inside and outside the plain maximum
-constexpr float kInt8Candidates[] = {127.0f};
-constexpr float kInt4Candidates[] = {-8.0f, -7.6f, -7.2f, -8.4f, -8.8f, -9.2f, -9.6f, -10.0f, -6.8f, 7.0f, 7.4f, 7.8f, 8.2f, 8.6f};
-// part of the range cut at its low and high end
-constexpr float kMinimumCandidates[][2] = {{0.0f, 0.0f},   {0.02f, 0.02f}, {0.04f, 0.04f}, {0.06f, 0.06f}, {0.08f, 0.08f},
-                                           {0.1f, 0.1f},   {0.13f, 0.13f}, {0.05f, 0.0f},  {0.0f, 0.05f},  {0.1f, 0.0f},
-                                           {0.0f, 0.1f},   {0.15f, 0.05f}, {0.05f, 0.15f}, {-0.03f, -0.03f}};
-
-inline void pack_int8(const Packed& t, uint8_t* panel, const float* w, const float* importance) {
-  Group g;
+// Scales are 0..255 and minimums -127..127 in units of the row: two floats per row.
+inline void pack_int4_minimum(const Packed& t, uint8_t* panel, float* w, const float* importance) {
+  const F amax = normalize_rows(w, t.cols);
+  float* found = w + (t.cols + 7) / 8 * 8 * kPanel;  // [groups][2][16]: the values, until the row's units are known
+  F scale_max = simd::zero(), minimum_max = simd::zero();
   for (int64_t i = 0; i < t.groups; ++i) {
-    const int64_t k0 = i * t.group;
-    const int n = static_cast<int>(imin64(t.group, t.cols - k0));
-    load_group(w + k0 * kPanel, n, importance ? importance + k0 : nullptr, g);
-    const Fit fit = search_symmetric<-127, 127>(g, kInt8Candidates, 1);
-    store_scale(reinterpret_cast<uint16_t*>(panel) + i * kPanel, fit.scale, g.amax);
-    for (int k = 0; k < n; k += 4) {
+    const Affine fit = search_affine(group_at(t, w, importance, i));
+    simd::store(found + 2 * i * kPanel, fit.scale);
+    simd::store(found + (2 * i + 1) * kPanel, fit.minimum);
+    scale_max = simd::max(fit.scale, scale_max);
+    minimum_max = simd::max(simd::abs(fit.minimum), minimum_max);
+  }
+  const F scale_unit = simd::mul(scale_max, simd::set1(1.0f / 255.0f));
+  const F minimum_unit = simd::mul(minimum_max, simd::set1(1.0f / 127.0f));
+  const F scale_inverse = safe_inverse(scale_unit), minimum_inverse = safe_inverse(minimum_unit);
+  simd::store(reinterpret_cast<float*>(panel), simd::mul(scale_unit, amax));
+  simd::store(reinterpret_cast<float*>(panel) + kPanel, simd::mul(minimum_unit, amax));
+  for (int64_t i = 0; i < t.groups; ++i) {
+    const Group g = group_at(t, w, importance, i);
+    const F wanted = simd::load(found + 2 * i * kPanel);
+    const I a = clamp_int(simd::round_int(simd::mul(wanted, scale_inverse)), 0, 255);
+    const F scale = simd::mul(simd::to_float(a), scale_unit);
+    const F refit = refit_minimum(g, scale, simd::load(found + (2 * i + 1) * kPanel));
+    const I b = clamp_int(simd::round_int(simd::mul(refit, minimum_inverse)), -127, 127);
+    const F minimum = simd::mul(simd::to_float(b), minimum_unit), inverse = safe_inverse(scale);
+    simd::store_low8(reinterpret_cast<int8_t*>(panel + t.scale_offset) + i * kPanel, a);
+    simd::store_low8(reinterpret_cast<int8_t*>(panel + t.minimum_offset) + i * kPanel, b);
+    uint8_t* data = panel + t.data_offset + i * t.group * 8;
+    for (int k = 0; k < g.n; k += 8)
+      store_nibbles(data + k * 8, g.n, k, 0, [&](int c) { return affine_q(g.at(c), inverse, minimum); });
+  }
+}
+
+// ---- symmetric: w ~ scale * q ------------------------------------------------------------------------------------------
+
+struct SymmetricFit {
+  F scale, gain;
+};
+
+template <int LOW, int HIGH>
+inline SymmetricFit fit_symmetric(const Group& g, F scale) {
+  const F inverse = safe_inverse(scale);
+  F qq = simd::zero(), wq = simd::zero();
+  for (int k = 0; k < g.n; ++k) {
+    const F w = g.at(k), q = round_clip<LOW, HIGH>(simd::mul(w, inverse)), hq = simd::mul(g.h(k), q);
+    qq = simd::fma(hq, q, qq);
+    wq = simd::fma(hq, w, wq);
+  }
+  const F fitted = simd::mul(wq, safe_inverse(qq));
+  return {fitted, simd::mul(fitted, wq)};
+}
+
+// The value of largest magnitude, with its sign; of two equal ones the negative.
+inline F extreme_of(const Group& g) {
+  F low = simd::zero(), high = simd::zero();
+  for (int k = 0; k < g.n; ++k) {
+    low = simd::min(low, g.at(k));
+    high = simd::max(high, g.at(k));
+  }
+  return simd::select_lt(simd::sub(simd::zero(), low), high, high, low);
+}
+
+inline void store_bf16_scale(uint16_t* to, F scale, F amax) { simd::store_high16(to, simd::as_int(stored(simd::mul(scale, amax)))); }
+
+// A stored scale in units of the row.
+inline F stored_scale(F scale, F amax) {
+  return divide_by(stored(simd::mul(scale, amax)), amax);
+}
+
+inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const float* importance) {
+  const F amax = normalize_rows(w, t.cols);
+  for (int64_t i = 0; i < t.groups; ++i) {
+    const Group g = group_at(t, w, importance, i);
+    const F extreme = extreme_of(g);
+    SymmetricFit best{simd::zero(), simd::set1(-1.0f)};
+    for (int c = 0; c < 16; ++c) {  // where the extreme lands: -5.6, -5.8 ... -8.6
+      const SymmetricFit fit = fit_symmetric<-8, 7>(g, simd::mul(extreme, simd::set1(-1.0f / (5.6f + 0.2f * static_cast<float>(c)))));
+      best.scale = simd::select_lt(best.gain, fit.gain, fit.scale, best.scale);
+      best.gain = simd::max(fit.gain, best.gain);
+    }
+    F scale = best.scale;
+    for (int again = 0; again < 2; ++again) scale = fit_symmetric<-8, 7>(g, scale).scale;
+    store_bf16_scale(reinterpret_cast<uint16_t*>(panel) + i * kPanel, scale, amax);
+    const F inverse = safe_inverse(stored_scale(scale, amax));
+    uint8_t* data = panel + t.data_offset + i * t.group * 8;
+    for (int k = 0; k < g.n; k += 8)
+      store_nibbles(data + k * 8, g.n, k, 8, [&](int c) {
+        return simd::iadd(clamp_int(simd::round_int(simd::mul(g.at(c), inverse)), -8, 7), simd::iset1(8));
+      });
+  }
+}
+
+// int8 has steps so fine that what matters is the rounding of the scale itself (a bfloat16 rounded down clips the
+// largest value), so each candidate is measured as it would be stored.
+inline void pack_int8(const Packed& t, uint8_t* panel, float* w, const float* importance) {
+  const F amax = normalize_rows(w, t.cols);
+  constexpr float kPlaces[] = {127.0f, 126.5f, 126.0f, 124.5f, 122.0f, 119.0f};
+  for (int64_t i = 0; i < t.groups; ++i) {
+    const Group g = group_at(t, w, importance, i);
+    const F extreme = simd::abs(extreme_of(g));
+    F best = simd::zero(), least = simd::set1(__builtin_inff());
+    for (const float place : kPlaces) {
+      const F scale = stored_scale(simd::mul(extreme, simd::set1(1.0f / place)), amax), inverse = safe_inverse(scale);
+      F error = simd::zero();
+      for (int k = 0; k < g.n; ++k) {
+        const F q = round_clip<-127, 127>(simd::mul(g.at(k), inverse)), d = simd::sub(g.at(k), simd::mul(scale, q));
+        error = simd::fma(simd::mul(g.h(k), d), d, error);
+      }
+      best = simd::select_lt(error, least, scale, best);
+      least = simd::select_lt(error, least, error, least);
+    }
+    store_bf16_scale(reinterpret_cast<uint16_t*>(panel) + i * kPanel, best, amax);
+    const F inverse = safe_inverse(stored_scale(best, amax));
+    uint8_t* data = panel + t.data_offset + i * t.group * 16;
+    for (int k = 0; k < g.n; k += 4) {
       I word = simd::izero();
       for (int j = 3; j >= 0; --j) {
-        const I q = k + j < n ? quant_stored(g, fit, k + j, -127, 127) : simd::izero();
+        const I q = k + j < g.n ? clamp_int(simd::round_int(simd::mul(g.at(k + j), inverse)), -127, 127) : simd::izero();
         word = simd::ior(simd::shl<8>(word), simd::iadd(q, simd::iset1(128)));
       }
-      simd::istore(reinterpret_cast<int32_t*>(panel + t.data_offset + (k0 + k) / 4 * 64), word);
-    }
-  }
-}
-
-inline void pack_int4(const Packed& t, uint8_t* panel, const float* w, const float* importance) {
-  const bool minimum = t.format == PE_INT4_MIN;
-  constexpr int kSymmetric = sizeof kInt4Candidates / sizeof *kInt4Candidates;
-  constexpr int kWithMinimum = sizeof kMinimumCandidates / sizeof *kMinimumCandidates;
-  Group g;
-  for (int64_t i = 0; i < t.groups; ++i) {
-    const int64_t k0 = i * t.group;
-    const int n = static_cast<int>(imin64(t.group, t.cols - k0));
-    load_group(w + k0 * kPanel, n, importance ? importance + k0 : nullptr, g);
-    const Fit fit = minimum ? search_minimum(g, kMinimumCandidates, kWithMinimum)
-                            : search_symmetric<-8, 7>(g, kInt4Candidates, kSymmetric);
-    store_scale(reinterpret_cast<uint16_t*>(panel) + i * kPanel, fit.scale, g.amax);
-    if (minimum) store_scale(reinterpret_cast<uint16_t*>(panel + t.minimum_offset) + i * kPanel, fit.minimum, g.amax);
-    const int low = minimum ? 0 : -8;
-    for (int k = 0; k < n; k += 8) {
-      I word = simd::izero();
-      for (int j = 3; j >= 0; --j) {
-        const I first = k + j < n ? quant_stored(g, fit, k + j, low, low + 15) : simd::iset1(low);
-        const I second = k + 4 + j < n ? quant_stored(g, fit, k + 4 + j, low, low + 15) : simd::iset1(low);
-        const I byte = simd::ior(simd::iadd(first, simd::iset1(-low)), simd::shl<4>(simd::iadd(second, simd::iset1(-low))));
-        word = simd::ior(simd::shl<8>(word), byte);
-      }
-      simd::istore(reinterpret_cast<int32_t*>(panel + t.data_offset + (k0 + k) / 8 * 64), word);
+      simd::istore(reinterpret_cast<int32_t*>(data + k * 16), word);
     }
   }
 }
@@ -248,7 +317,8 @@ void pack_panel(PackArgs* args) {
   if (a.bad_row >= 0) return;
   uint8_t* panel = t.data + a.panel * t.panel_bytes;
   if (t.format == PE_INT8) return pack_int8(t, panel, w, a.importance);
-  if (t.format == PE_INT4_SYM || t.format == PE_INT4_MIN) return pack_int4(t, panel, w, a.importance);
+  if (t.format == PE_INT4_SYM) return pack_int4_symmetric(t, panel, w, a.importance);
+  if (t.format == PE_INT4_MIN) return pack_int4_minimum(t, panel, w, a.importance);
   if (t.format == PE_F32) {
     __builtin_memcpy(panel + t.data_offset, w, t.cols * kPanel * 4);
     return;

@@ -113,8 +113,7 @@ void gather_row(const Packed* weight, int64_t row, float* out) {
   }
   const uint8_t* panel = w.data + row / kPanel * w.panel_bytes;
   const uint8_t* data = panel + w.data_offset;
-  const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel);
-  const uint16_t* minimums = reinterpret_cast<const uint16_t*>(panel + w.minimum_offset);
+  const float* units = reinterpret_cast<const float*>(panel);
   const int64_t r = row % kPanel;
   for (int64_t k = 0; k < w.cols; ++k) {
     if (w.format == PE_F32) {
@@ -122,14 +121,15 @@ void gather_row(const Packed* weight, int64_t row, float* out) {
     } else if (w.format == PE_BF16) {
       out[k] = bf16_to_float(reinterpret_cast<const uint16_t*>(data)[k / 2 * 32 + 2 * r + k % 2]);
     } else {
-      const float scale = bf16_to_float(scales[k / w.group * kPanel + r]);
-      if (w.format == PE_INT8) {
-        out[k] = scale * static_cast<float>(data[k / 4 * 64 + 4 * r + k % 4] - 128);
+      const int64_t g = k / w.group * kPanel + r;
+      const int q = w.format == PE_INT8 ? data[k / 4 * 64 + 4 * r + k % 4]
+                                        : (data[k / 8 * 64 + 4 * r + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15;
+      if (w.format == PE_INT4_MIN) {
+        const float scale = static_cast<float>((panel + w.scale_offset)[g]) * units[r];
+        const float minimum = static_cast<float>(reinterpret_cast<const int8_t*>(panel + w.minimum_offset)[g]) * units[kPanel + r];
+        out[k] = __builtin_fmaf(scale, static_cast<float>(q), minimum);
       } else {
-        const int q = (data[k / 8 * 64 + 4 * r + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15;
-        out[k] = w.format == PE_INT4_SYM
-                     ? scale * static_cast<float>(q - 8)
-                     : __builtin_fmaf(scale, static_cast<float>(q), bf16_to_float(minimums[k / w.group * kPanel + r]));
+        out[k] = bf16_to_float(reinterpret_cast<const uint16_t*>(panel)[g]) * static_cast<float>(q - (w.format == PE_INT8 ? 128 : 8));
       }
     }
   }

@@ -93,6 +93,15 @@ inline void store_low8(int8_t* p, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), quads);
 }
 
+inline F load_u8(const uint8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return to_float({_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))});
+}
+inline F load_i8(const int8_t* p) {
+  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return to_float({_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))});
+}
+
 inline B low_nibbles(B x) {
   const __m256i m = _mm256_set1_epi8(15);
   return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};

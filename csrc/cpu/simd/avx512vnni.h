@@ -66,6 +66,14 @@ inline void store_low8(int8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
 }
 
+// 16 bytes -> 16 float
+inline F load_u8(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline F load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
 inline B bload(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void bstore(uint8_t* p, B x) { _mm512_storeu_si512(p, x); }
 inline B low_nibbles(B b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }

@@ -1,0 +1,87 @@
+"""Stage 4, calibrate: E[x^2] of every matrix's input channels, from a short text run layer by layer while loading.
+
+Each layer runs in its stored precision on the hidden state that the layers before it left, then is quantized with what
+was seen; beside the packed weights only one layer in float is held. The importance of channel k weights the squared
+error of column k of the matrix (docs/packed_formats.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine import rope
+from pyengine._core import KV_BLOCK, Backend, Format
+from pyengine.checkpoint import Checkpoint
+from pyengine.decoder import Hooks, KvLayout, build_layer
+from pyengine.quantize import PackedFormat
+from pyengine.spec import LayerSpec, ModelSpec
+from pyengine.weights import Importance, Packer, Raw, as_float32, pack_layer
+
+CALIBRATION_TOKENS = 512
+TAP_OF = {"qkv": "attn_norm", "o": "attention", "gate_up": "ffn_norm", "down": "act"}
+
+Float32 = npt.NDArray[np.float32]
+
+
+def mean_square(x: Float32) -> Float32:
+    """E[x^2] over tokens of x [T, K], with a floor of 1e-4 of the mean, so that no channel is free: float32 [K]."""
+    square = np.mean(np.square(x, dtype=np.float64), axis=0)
+    return np.asarray(np.maximum(square, 1e-4 * square.mean()), np.float32)
+
+
+class Calibrator:
+    """Carries the hidden state of the calibration text through the layers; call it with each layer in order."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, ids: list[int], *, threads: int, isa: str) -> None:
+        """ids: token ids of the text, one sequence; the backend made here lives until the object does."""
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.hidden = checkpoint.read_rows("model.embed_tokens.weight", np.asarray(ids))
+        self.backend = Backend(threads, isa)
+        self.tokens = len(ids)
+        blocks = -(-self.tokens // KV_BLOCK)
+        self.table = np.arange(blocks, dtype=np.int32).reshape(1, blocks)
+        self.groups: dict[tuple[int, int], int] = {}
+        self.ropes: dict[Any, int] = {}
+
+    def _layout(self, layer: LayerSpec) -> KvLayout:
+        a = layer.attention
+        shape = (a.num_kv_heads, a.head_dim)
+        if shape not in self.groups:
+            self.groups[shape] = self.backend.kv_create(1, a.num_kv_heads, a.head_dim, a.head_dim, False)
+            self.backend.kv_reserve(self.groups[shape], self.table.size)
+        if a.rope not in self.ropes:
+            table = np.concatenate(rope.cos_sin(a.rope, 0, self.tokens), axis=1)
+            self.ropes[a.rope] = self.backend.rope_set(-1, np.ascontiguousarray(table, np.float32))
+        return KvLayout(((self.groups[shape], 0),) * (layer.index + 1), self.ropes)
+
+    def __call__(self, layer: LayerSpec, raw: Raw) -> Importance:
+        """Run the layer on the hidden state; returns the importance of its four matrices' input channels."""
+        stored = all(raw[name].dtype == np.uint16 for name in raw if name.endswith("_proj.weight"))
+        packer = Packer(self.backend, self.checkpoint)
+        fmt = PackedFormat(Format.BF16 if stored else Format.F32)
+        weights = pack_layer(packer, layer, raw, fmt, {})
+        names = (*TAP_OF.values(), "hidden")
+        hooks = Hooks(taps=tuple((layer.index, name) for name in names))
+        built = build_layer(self.backend, self.spec, layer, weights, self._layout(layer), hooks, self.tokens)
+        taps = [np.empty((self.tokens, width), np.float32) for width in built.tap_widths]
+        positions = np.arange(self.tokens, dtype=np.int32)
+        empty = np.empty(0, np.int32)
+        ends = np.array([0, self.tokens], np.int32)
+        tables = [self.table] * len(self.groups)
+        built.program.run(empty, positions, ends, tables, empty, None, None, self.hidden, taps, None, True)
+        for tensor in packer.made:
+            self.backend.tensor_free(tensor)
+        seen = dict(zip(names, taps, strict=True))
+        self.hidden = seen["hidden"]
+        return {matrix: mean_square(seen[tap]) for matrix, tap in TAP_OF.items()}
+
+    def head_importance(self) -> Float32:
+        """The same for lm_head, after the last layer: the input is the final norm's output."""
+        x = self.hidden.astype(np.float64)
+        norm = as_float32(self.checkpoint.read("model.norm.weight"))
+        x = x / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.spec.rms_norm_eps) * norm
+        return mean_square(x.astype(np.float32))

@@ -1,0 +1,218 @@
+"""Stage 4, decoder: a ModelSpec and its packed weights -> the list of ops that the core runs. Reading it is reading the model.
+
+`emit_layer` is one decoder block in plain, unfused ops; fuse.py joins what stands together. A tap or a mask is an op
+between others: where it looks at something that fusion would hide, the ops around it simply stay apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pyengine._core import Activation, Backend, Format, OpKind, Program, Stage
+from pyengine.errors import RequestError
+from pyengine.fuse import fuse
+from pyengine.spec import LayerSpec, ModelSpec, RopeSpec
+from pyengine.weights import NONE, LayerWeights, ModelWeights, QkvLayout, padded
+
+Op = dict[str, Any]  # the fields of pe_op (csrc/include/pyengine.h)
+
+TAPS = ("attn_norm", "attention", "ffn_norm", "act", "hidden")
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a program shows and leaves out.
+
+    taps: (layer, name) pairs, name one of TAPS as in reference.py. ffn_skip: layers whose FFN adds nothing.
+    neuron_mask: layer -> indices of the FFN's neurons held at zero.
+    """
+
+    taps: tuple[tuple[int, str], ...] = ()
+    ffn_skip: frozenset[int] = frozenset()
+    neuron_mask: Mapping[int, Collection[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """KV groups of the core by layer: (group, layer inside the group), and rope tables by RopeSpec."""
+
+    groups: tuple[tuple[int, int], ...]
+    ropes: Mapping[RopeSpec, int]
+
+
+class Builder:
+    """Collects ops and buffers; buffers are named, and made on first use."""
+
+    def __init__(self, backend: Backend, spec: ModelSpec, integer: bool, layout: KvLayout, hooks: Hooks) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.integer = integer  # whether the layers' matrices take int8 activations
+        self.layout = layout
+        self.hooks = hooks
+        self.ops: list[Op] = []
+        self.buffers: list[tuple[bool, int]] = []
+        self.names: dict[tuple[str, bool, int], int] = {}
+        self.masks: list[int] = []
+        self.tap_widths: list[int] = []
+
+    def buffer(self, name: str, width: int, quantized: bool = False) -> int:
+        key = (name, quantized, width)
+        if key not in self.names:
+            self.names[key] = len(self.buffers)
+            self.buffers.append((quantized, width))
+        return self.names[key]
+
+    def emit(self, kind: OpKind, stage: Stage, layer: int, **fields: Any) -> None:
+        self.ops.append({"kind": int(kind), "stage": int(stage), "layer": layer, **fields})
+
+    def quantized(self, source: int, name: str, stage: Stage, layer: int) -> int:
+        """The buffer a matrix reads: `source` itself for float weights, its int8 form otherwise."""
+        if not self.integer:
+            return source
+        out = self.buffer(name, self.buffers[source][1], quantized=True)
+        self.emit(OpKind.QUANTIZE, stage, layer, input=source, output=out)
+        return out
+
+    def tap(self, layer: int, name: str, source: int, stage: Stage) -> None:
+        if (layer, name) not in self.hooks.taps:
+            return
+        index = self.hooks.taps.index((layer, name))
+        while len(self.tap_widths) < len(self.hooks.taps):
+            self.tap_widths.append(0)
+        self.tap_widths[index] = self.buffers[source][1]
+        self.emit(OpKind.TAP, stage, layer, input=source, head_dim=index)
+
+    def mask(self, layer: int, buffer: int, width: int) -> None:
+        neurons = self.hooks.neuron_mask.get(layer)
+        if not neurons:
+            return
+        keep = np.ones(width, np.float32)
+        keep[list(neurons)] = 0
+        tensor = self.backend.tensor_create(int(Format.VECTOR_F32), 1, width, 0)
+        self.masks.append(tensor)
+        self.backend.tensor_pack(tensor, keep, 0, 1, None)
+        self.emit(OpKind.MASK_COLUMNS, Stage.FFN, layer, output=buffer, norm=tensor)
+
+
+def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
+    """x += attention(norm(x)); x += ffn(norm(x))."""
+    a, f, i, eps, hidden = layer.attention, layer.ffn, layer.index, b.spec.rms_norm_eps, b.spec.hidden_size
+    qkv = QkvLayout.of(a)
+    heads = {"heads": a.num_heads, "kv_heads": a.num_kv_heads, "head_dim": a.head_dim}
+    kv_group, kv_layer = b.layout.groups[i]
+    kv = {**heads, "kv_group": kv_group, "kv_layer": kv_layer}
+    norm, joined = b.buffer("norm", hidden), b.buffer("qkv", qkv.width)
+    attended, branch = b.buffer("attended", a.num_heads * a.head_dim), b.buffer("branch", hidden)
+
+    b.emit(OpKind.NORM, Stage.NORM, i, input=x, output=norm, norm=w.attn_norm, eps=eps)
+    b.tap(i, "attn_norm", norm, Stage.NORM)
+    q_in = b.quantized(norm, "norm", Stage.NORM, i)
+    b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=q_in, output=joined, weight=w.qkv, bias=w.qkv_bias)
+    if a.qk_norm:
+        b.emit(OpKind.QK_NORM, Stage.ATTENTION, i, input=joined, norm=w.q_norm, norm2=w.k_norm, eps=eps, **heads)
+    b.emit(OpKind.ROPE, Stage.ATTENTION, i, input=joined, rope=b.layout.ropes[a.rope], **heads)
+    b.emit(OpKind.KV_APPEND, Stage.ATTENTION, i, input=joined, **kv)
+    window = {"window": a.window or 0, "scale": a.scale}
+    b.emit(OpKind.ATTENTION, Stage.ATTENTION, i, input=joined, output=attended, **kv, **window)
+    b.tap(i, "attention", attended, Stage.ATTENTION)
+    o_in = b.quantized(attended, "attended", Stage.ATTENTION, i)
+    b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=o_in, output=branch, weight=w.o, bias=w.o_bias)
+    b.emit(OpKind.ADD, Stage.ATTENTION, i, input=branch, output=x)
+
+    if i not in b.hooks.ffn_skip:
+        inter = f.intermediate_size
+        gate_up, act = b.buffer("gate_up", 2 * padded(inter)), b.buffer("act", inter)
+        b.emit(OpKind.NORM, Stage.NORM, i, input=x, output=norm, norm=w.ffn_norm, eps=eps)
+        b.tap(i, "ffn_norm", norm, Stage.NORM)
+        f_in = b.quantized(norm, "norm", Stage.NORM, i)
+        b.emit(OpKind.LINEAR, Stage.FFN, i, input=f_in, output=gate_up, weight=w.gate_up, bias=w.gate_up_bias)
+        activation = int(ACTIVATIONS[f.activation])
+        b.emit(OpKind.ACT_MUL, Stage.FFN, i, input=gate_up, output=act, activation=activation)
+        b.mask(i, act, inter)
+        b.tap(i, "act", act, Stage.FFN)
+        d_in = b.quantized(act, "act", Stage.FFN, i)
+        b.emit(OpKind.LINEAR, Stage.FFN, i, input=d_in, output=branch, weight=w.down, bias=w.down_bias)
+        b.emit(OpKind.ADD, Stage.FFN, i, input=branch, output=x)
+    b.tap(i, "hidden", x, Stage.FFN)
+
+
+@dataclass
+class BuiltProgram:
+    """A program of the core with what Python needs to run it and to read its timers."""
+
+    program: Program
+    ops: list[Op]
+    taps: tuple[tuple[int, str], ...]
+    tap_widths: list[int]
+    max_batch_tokens: int
+    max_sequences: int
+
+
+def check_hooks(spec: ModelSpec, hooks: Hooks) -> None:
+    """RequestError for a layer, tap or neuron that is not there."""
+    layers = range(spec.num_layers)
+    for layer, name in hooks.taps:
+        if layer not in layers or name not in TAPS:
+            raise RequestError(
+                f"tap {name!r} of layer {layer}; expected layers 0 to {len(layers) - 1}, {', '.join(TAPS)}"
+            )
+        if layer in hooks.ffn_skip and name in ("ffn_norm", "act"):
+            raise RequestError(f"tap {name!r} of layer {layer}, whose FFN is skipped; expected one that exists")
+    for layer in [*hooks.ffn_skip, *hooks.neuron_mask]:
+        if layer not in layers:
+            raise RequestError(f"layer {layer}; expected 0 to {len(layers) - 1}")
+    for layer, neurons in hooks.neuron_mask.items():
+        size = spec.layers[layer].ffn.intermediate_size
+        bad = [n for n in neurons if not 0 <= n < size]
+        if bad:
+            raise RequestError(f"neuron {bad[0]} of layer {layer}; expected 0 to {size - 1}")
+
+
+def build(
+    backend: Backend,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    layout: KvLayout,
+    *,
+    hooks: Hooks | None = None,
+    fused: bool = True,
+    timed: bool = True,
+    max_batch_tokens: int = 512,
+    max_sequences: int = 64,
+) -> BuiltProgram:
+    """The whole model: token ids -> logits and sampled ids."""
+    hooks = hooks or Hooks()
+    check_hooks(spec, hooks)
+    b = Builder(backend, spec, weights.quantization.layers.is_integer, layout, hooks)
+    x = b.buffer("x", spec.hidden_size)
+    b.emit(OpKind.EMBED, Stage.EMBED, NONE, output=x, weight=weights.embed)
+    for layer, w in zip(spec.layers, weights.layers, strict=True):
+        emit_layer(b, layer, w, x)
+    head = {"weight": weights.lm_head, "norm": weights.final_norm, "eps": spec.rms_norm_eps}
+    b.emit(OpKind.LM_HEAD, Stage.LM_HEAD, NONE, input=x, **head)
+    b.emit(OpKind.SAMPLE, Stage.SAMPLE, NONE)
+    return finish(b, fused=fused, timed=timed, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+
+
+def build_layer(
+    backend: Backend, spec: ModelSpec, layer: LayerSpec, w: LayerWeights, layout: KvLayout, hooks: Hooks, tokens: int
+) -> BuiltProgram:
+    """One layer alone, from a hidden state given in the batch; float weights. Calibration runs it."""
+    b = Builder(backend, spec, False, layout, hooks)
+    x = b.buffer("x", spec.hidden_size)
+    b.emit(OpKind.LOAD_HIDDEN, Stage.EMBED, layer.index, output=x)
+    emit_layer(b, layer, w, x)
+    return finish(b, fused=True, timed=False, max_batch_tokens=tokens, max_sequences=1)
+
+
+def finish(b: Builder, *, fused: bool, timed: bool, max_batch_tokens: int, max_sequences: int) -> BuiltProgram:
+    ops = fuse(b.ops) if fused else b.ops
+    program = Program(b.backend, ops, b.buffers, max_batch_tokens, max_sequences, timed)
+    for mask in b.masks:  # the program holds what it uses
+        b.backend.tensor_free(mask)
+    return BuiltProgram(program, ops, b.hooks.taps, b.tap_widths, max_batch_tokens, max_sequences)

@@ -1,0 +1,438 @@
+"""Stage 5, engine: tokens in, tokens out. Loads a model and runs its program over sequences."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine import hub, quantize, rope
+from pyengine._core import Backend
+from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
+from pyengine.checkpoint import Checkpoint
+from pyengine.config import load_model_spec
+from pyengine.decoder import BuiltProgram, Hooks, KvLayout, build
+from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
+from pyengine.families import check_tensors
+from pyengine.generate import GenerationResult, GenerationStream
+from pyengine.kv_cache import KvPool
+from pyengine.kv_cache import Sequence as KvSequence
+from pyengine.sampling import SamplingParams, check_token_ids
+from pyengine.spec import ModelSpec, RopeSpec
+from pyengine.tokenizer import Tokenizer
+from pyengine.weights import load_weights
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+MAX_BATCH_TOKENS = 512
+MAX_SEQUENCES = 64
+FIRST_ROPE_POSITIONS = 1024
+EMPTY = np.empty(0, np.int32)
+
+
+def stored_quant(checkpoint: Checkpoint) -> str:
+    """What `none` means: bf16 where every matrix is stored as BF16, else f32 (which holds F16 and BF16 exactly)."""
+    kinds = {info.dtype for info in checkpoint.tensors.values() if len(info.shape) == 2}
+    return "bf16" if kinds == {"BF16"} else "f32"
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be taken without swapping; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+class RopeTables:
+    """cos/sin tables of a model in the core, as long as the context in use."""
+
+    def __init__(self, backend: Backend, spec: ModelSpec) -> None:
+        self.backend = backend
+        self.limit = spec.max_position_embeddings
+        self.positions = 0
+        self.ids: dict[RopeSpec, int] = dict.fromkeys((layer.attention.rope for layer in spec.layers), -1)
+        self.grow(1)
+
+    def grow(self, positions: int) -> None:
+        """Tables of at least this many positions."""
+        if positions <= self.positions:
+            return
+        size = min(max(positions, 2 * self.positions, FIRST_ROPE_POSITIONS), max(self.limit, positions))
+        for spec, table in self.ids.items():
+            values = np.concatenate(rope.cos_sin(spec, 0, size), axis=1)
+            self.ids[spec] = self.backend.rope_set(table, np.ascontiguousarray(values, np.float32))
+        self.positions = size
+
+
+class Engine:
+    """A loaded model. Made by `load`; use as a context manager or close it.
+
+    Calls from several threads at once are served one after the other. Attributes: spec, tokenizer (None without
+    tokenizer.json), folder, quant, group_size, bits_per_weight, isa, threads, ctx_size, load_ms, notes.
+    """
+
+    def __init__(
+        self, folder: Path, arguments: dict[str, Any], progress: Callable[[int, int, str], None] | None
+    ) -> None:
+        started = time.perf_counter()
+        self.folder = folder
+        self._arguments = arguments
+        self._lock = threading.RLock()
+        self._closed = False
+        self.device = check_device(arguments["device"])
+        self.notes: list[str] = []
+        quant = arguments["quant"]
+        if quant not in quantize.QUANTS:
+            raise RequestError(f"quant {quant!r}; expected one of {', '.join(quantize.QUANTS)}")
+        self.spec = load_model_spec(folder, strict=arguments["strict"])
+        with Checkpoint.open(folder) as checkpoint:
+            self.notes += check_tensors(self.spec, checkpoint.tensors, folder)
+            quant = stored_quant(checkpoint) if quant == "none" else quant
+            self.quantization = quantize.choose(quant, arguments["group_size"], arguments["int4_scheme"])
+            self.quant, self.group_size = self.quantization.quant, self.quantization.group_size
+            self.kv_dtype = choose_kv_dtype(arguments["kv_dtype"], self.quant)
+            self.ctx_size = choose_ctx_size(arguments["ctx_size"], self.spec)
+            self.tokenizer = self._load_tokenizer()
+            self.backend = Backend(arguments["threads"] or 0, arguments["isa"] or "")
+            self.isa, self.threads = self.backend.isa, self.backend.threads
+            self._check_memory(checkpoint)
+            observe = self._calibrator(checkpoint, arguments["calibration"])
+            self.weights = load_weights(self.backend, checkpoint, self.spec, self.quantization, observe, progress)
+        self.bits_per_weight = self.weights.bits_per_weight
+        self.weight_bytes_per_token = self.weights.bytes_per_token
+        self.pool = KvPool(self.backend, self.spec, bf16=self.kv_dtype == "bf16")
+        self.ropes = RopeTables(self.backend, self.spec)
+        self.program = self.build()
+        self.load_ms = (time.perf_counter() - started) * 1e3
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        if not (self.folder / "tokenizer.json").exists():
+            return None
+        return Tokenizer.load(self.folder, vocab_size=self.spec.vocab_size)
+
+    def _check_memory(self, checkpoint: Checkpoint) -> None:
+        """ResourceError before anything large is allocated, with bytes wanted and available."""
+        bits = {"f32": 32, "bf16": 16, "int8": 8.25, "int4": 4 + 32 / (self.group_size or 32)}[self.quant]
+        sizes = [int(np.prod(info.shape, dtype=object)) for info in checkpoint.tensors.values()]
+        wanted = int(sum(sizes) * bits / 8)
+        available = available_memory()
+        if available is not None and wanted > available:
+            raise ResourceError(
+                f"{self.folder}: about {wanted} bytes of {self.quant} weights, {available} bytes of memory available; "
+                "expected a smaller model or format"
+            )
+
+    def _calibrator(self, checkpoint: Checkpoint, wanted: bool) -> Calibrator | None:
+        if not wanted or not self.quantization.searches:
+            return None
+        if self.tokenizer is None:
+            self.notes.append("no tokenizer: scales are searched without calibration")
+            return None
+        text = (importlib.resources.files("pyengine") / "data" / "calibration.txt").read_text(encoding="utf-8")
+        ids = self.tokenizer.encode(text)[:CALIBRATION_TOKENS]
+        return Calibrator(checkpoint, self.spec, ids, threads=self.threads, isa=self.isa)
+
+    def build(self, *, hooks: Hooks | None = None, fused: bool = True, timed: bool = True) -> BuiltProgram:
+        """A program over this engine's weights: with taps and masks, unfused, or without timers."""
+        layout = KvLayout(self.pool.groups, self.ropes.ids)
+        return build(
+            self.backend,
+            self.spec,
+            self.weights,
+            layout,
+            hooks=hooks,
+            fused=fused,
+            timed=timed,
+            max_batch_tokens=MAX_BATCH_TOKENS,
+            max_sequences=MAX_SEQUENCES,
+        )
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        entries: Sequence[tuple[KvSequence, Sequence[int]]],
+        *,
+        rows: Int32 = EMPTY,
+        logits: Float32 | None = None,
+        sampling: list[dict[str, Any] | None] | None = None,
+        taps: Sequence[Float32] = (),
+        cancel: Int32 | None = None,
+        program: BuiltProgram | None = None,
+    ) -> tuple[Int32, Float32] | None:
+        """One step: each sequence takes its new tokens (at most MAX_BATCH_TOKENS together).
+
+        rows: token indices of the batch whose logits are wanted, into `logits` float32 [rows, V] and for `sampling`
+        (None = greedy; returns ids and log probabilities). On any error no sequence has changed.
+        """
+        built = program or self.program
+        counts = [len(ids) for _, ids in entries]
+        ends = np.zeros(len(entries) + 1, np.int32)
+        np.cumsum(counts, out=ends[1:])
+        if len(entries) == 1:
+            sequence, ids = entries[0]
+            token_ids = np.asarray(ids, np.int32)
+            positions = np.arange(sequence.length, sequence.length + len(ids), dtype=np.int32)
+        else:
+            token_ids = np.concatenate([np.asarray(ids, np.int32) for _, ids in entries])
+            positions = np.concatenate([np.arange(s.length, s.length + len(i), dtype=np.int32) for s, i in entries])
+        for sequence, ids in entries:
+            self.ropes.grow(sequence.length + len(ids))
+            sequence.reserve(len(ids))
+        if len(entries) == 1:
+            tables = [table.reshape(1, -1) for table in entries[0][0].tables]
+        else:
+            width = max(len(s.tables[0]) for s, _ in entries)
+            tables = [
+                np.stack([np.pad(s.tables[g], (0, width - len(s.tables[g]))) for s, _ in entries])
+                for g in range(len(self.pool.ids))
+            ]
+        interruptible = threading.current_thread() is threading.main_thread()
+        out = built.program.run(
+            token_ids, positions, ends, tables, rows, logits, sampling, None, list(taps), cancel, interruptible
+        )
+        for sequence, ids in entries:
+            sequence.advance(len(ids))
+        return out
+
+    def logits(
+        self,
+        ids: Sequence[int],
+        rows: Sequence[int] | None = None,
+        *,
+        chunk: int | None = None,
+        program: BuiltProgram | None = None,
+        taps: dict[tuple[int, str], Float32] | None = None,
+    ) -> Float32:
+        """Logits float32 [len(rows), V] after the tokens at indices `rows` of `ids` (None = all), from an empty context.
+
+        chunk: tokens per step (1 = as decoding does; default MAX_BATCH_TOKENS); the bits do not depend on it.
+        program, taps: a program of `build(hooks=...)`, and where its taps go: filled with float32 [T, width].
+        Errors: RequestError for bad ids, rows or chunk.
+        """
+        ids = check_token_ids(ids, self.spec.vocab_size)
+        wanted = np.arange(len(ids)) if rows is None else np.asarray(rows, np.int64)
+        if not len(ids) or len(ids) > self.ctx_size:
+            raise RequestError(f"{len(ids)} tokens; expected 1 to {self.ctx_size}")
+        if wanted.ndim != 1 or (wanted.size and (wanted.min() < 0 or wanted.max() >= len(ids))):
+            raise RequestError(f"rows of {len(ids)} tokens; expected indices 0 to {len(ids) - 1}")
+        step = MAX_BATCH_TOKENS if chunk is None else chunk
+        if not 1 <= step <= MAX_BATCH_TOKENS:
+            raise RequestError(f"chunk {step}; expected 1 to {MAX_BATCH_TOKENS}")
+        out = np.empty((len(wanted), self.spec.vocab_size), np.float32)
+        parts: list[list[Float32]] = []
+        with self._running():
+            sequence = KvSequence(self.pool)
+            try:
+                for at in range(0, len(ids), step):
+                    part = ids[at : at + step]
+                    inside = np.flatnonzero((wanted >= at) & (wanted < at + len(part)))
+                    block = np.empty((len(inside), self.spec.vocab_size), np.float32)
+                    tapped = [
+                        np.empty((len(part), width), np.float32) for width in (program.tap_widths if program else [])
+                    ]
+                    local = (wanted[inside] - at).astype(np.int32)
+                    self.forward([(sequence, part)], rows=local, logits=block, taps=tapped, program=program)
+                    out[inside] = block
+                    parts.append(tapped)
+            finally:
+                sequence.close()
+        if taps is not None and program is not None:
+            for index, key in enumerate(program.taps):
+                taps[key] = np.concatenate([part[index] for part in parts])
+        return out
+
+    def logits_batch(self, prompts: Sequence[Sequence[int]]) -> list[Float32]:
+        """The last token's logits float32 [V] of every prompt, all in one batch of at most MAX_BATCH_TOKENS tokens."""
+        checked = [check_token_ids(ids, self.spec.vocab_size) for ids in prompts]
+        total = sum(len(ids) for ids in checked)
+        if not checked or len(checked) > MAX_SEQUENCES or total > MAX_BATCH_TOKENS or min(map(len, checked)) == 0:
+            raise RequestError(
+                f"{len(checked)} prompts of {total} tokens; expected at most {MAX_SEQUENCES} of {MAX_BATCH_TOKENS}"
+            )
+        rows = np.cumsum([len(ids) for ids in checked]).astype(np.int32) - 1
+        out = np.empty((len(checked), self.spec.vocab_size), np.float32)
+        with self._running():
+            sequences = [KvSequence(self.pool) for _ in checked]
+            try:
+                self.forward(list(zip(sequences, checked, strict=True)), rows=rows.astype(np.int32), logits=out)
+            finally:
+                for sequence in sequences:
+                    sequence.close()
+        return list(out)
+
+    # ---- text ---------------------------------------------------------------------------------------------------
+
+    def stream(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationStream:
+        """Generate from a text (raw) or token ids; an iterator of pieces, with `result` at its end. Closing it cancels.
+
+        Keyword arguments are those of SamplingParams (max_tokens, temperature, top_k, top_p, min_p,
+        repetition_penalty, seed, stop, ignore_eos). Errors: RequestError before any compute.
+        """
+        params = SamplingParams(**sampling)
+        self._check_open()
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else check_token_ids(prompt, self.spec.vocab_size)
+        return GenerationStream(self, ids, params)
+
+    def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
+        """The whole text at once; arguments as for `stream`. str(result) is the text."""
+        stream = self.stream(prompt, **sampling)
+        for _ in stream:
+            pass
+        assert stream.result is not None
+        return stream.result
+
+    def generate_batch(
+        self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **sampling: Any
+    ) -> list[GenerationResult]:
+        """One result per prompt; with a seed, request i uses seed + i."""
+        return [
+            self.generate(prompt, seed=None if seed is None else seed + i, **sampling)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a raw text, BOS and special tokens as the tokenizer's own rules say."""
+        return self._need_tokenizer().encode(text)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._need_tokenizer().decode(check_token_ids(ids, self.spec.vocab_size))
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise TokenizerError(f"{self.folder}: no tokenizer.json; expected one, or token ids in place of text")
+        return self.tokenizer
+
+    # ---- life ---------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed; expected an open one")
+
+    def _running(self) -> _Running:
+        return _Running(self)
+
+    def close(self) -> None:
+        """Give the memory back. Calls after this are RequestErrors; closing twice is not."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            del self.program, self.pool, self.ropes, self.weights, self.backend
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Engine], tuple[Any, ...]]:
+        """Pickled as its load arguments: the copy loads the model again."""
+        return _reload, (str(self.folder), self._arguments)
+
+
+class _Running:
+    """Holds the engine's lock for one call, and refuses a closed engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __enter__(self) -> None:
+        self.engine._lock.acquire()
+        try:
+            self.engine._check_open()
+        except BaseException:
+            self.engine._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.engine._lock.release()
+
+
+def _reload(folder: str, arguments: dict[str, Any]) -> Engine:
+    return Engine(Path(folder), arguments, None)
+
+
+def check_device(device: str) -> str:
+    if device in ("auto", "cpu"):
+        return "cpu"
+    if device == "cuda":
+        raise UnsupportedModelError("device 'cuda': this version has no CUDA backend; expected 'auto' or 'cpu'")
+    raise RequestError(f"device {device!r}; expected 'auto' or 'cpu'")
+
+
+def choose_kv_dtype(kv_dtype: str | None, quant: str) -> str:
+    if kv_dtype not in (None, "bf16", "f32"):
+        raise RequestError(f"KV dtype {kv_dtype!r}; expected 'bf16' or 'f32'")
+    return kv_dtype or ("f32" if quant == "f32" else "bf16")
+
+
+def choose_ctx_size(ctx_size: int, spec: ModelSpec) -> int:
+    if isinstance(ctx_size, bool) or not isinstance(ctx_size, int) or not 0 <= ctx_size <= spec.max_position_embeddings:
+        raise RequestError(f"context {ctx_size!r}; expected 0 to the model's maximum {spec.max_position_embeddings}")
+    return ctx_size or spec.max_position_embeddings
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    quant: str = "int8",
+    group_size: int | None = None,
+    int4_scheme: str | None = None,
+    kv_dtype: str | None = None,
+    threads: int | None = None,
+    ctx_size: int = 0,
+    device: str = "auto",
+    isa: str | None = None,
+    calibration: bool = True,
+    strict: bool = False,
+    offline: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Engine:
+    """Load a folder or a hub model "org/name".
+
+    quant: "none" (as stored), "f32", "bf16", "int8" (group 64) or "int4". group_size: 32, 64 or 128 for int4.
+    int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16" or "f32" (the default with quant="f32"). threads: None =
+    PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA, else the best. ctx_size:
+    a limit, 0 = the model's maximum. calibration: weight int4's errors with E[x^2] of a short text. strict: unknown
+    config keys are errors. progress: called with (done, total, what).
+    Errors: those of pyengine.errors, each naming file, tensor, key or argument.
+    """
+    if threads is None and os.environ.get("PYENGINE_THREADS"):
+        try:
+            threads = int(os.environ["PYENGINE_THREADS"])
+        except ValueError:
+            raise RequestError(
+                f"PYENGINE_THREADS={os.environ['PYENGINE_THREADS']!r}; expected a whole number"
+            ) from None
+    if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= 1024):
+        raise RequestError(f"threads {threads!r}; expected 1 to 1024")
+    arguments = {
+        "quant": quant,
+        "group_size": group_size,
+        "int4_scheme": int4_scheme,
+        "kv_dtype": kv_dtype,
+        "threads": threads,
+        "ctx_size": ctx_size,
+        "device": device,
+        "isa": isa or os.environ.get("PYENGINE_ISA") or None,
+        "calibration": calibration,
+        "strict": strict,
+    }
+    return Engine(hub.resolve(os.fspath(model), offline=offline), arguments, progress)

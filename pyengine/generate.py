@@ -1,0 +1,300 @@
+"""Stage 5, generate: one request from its prompt to its result; pieces of text as they come."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pyengine import __version__
+from pyengine._core import Stage
+from pyengine.errors import RequestError, ResourceError
+from pyengine.kv_cache import Sequence as KvSequence
+from pyengine.sampling import SamplingParams
+from pyengine.tokenizer import StopMatcher
+
+if TYPE_CHECKING:
+    from pyengine.engine import Engine
+
+STAGES = ("embed", "norm", "attention", "router", "ffn", "lm_head", "sample")
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A step's new text (maybe empty: an unfinished character is held back), its token and log probability."""
+
+    text: str
+    token: int | None
+    logprob: float | None
+    finish_reason: str | None
+
+
+@dataclass
+class GenerationResult:
+    """The fields of `generate --json`; str() is the text. Times in ms, shares 0..1, None where nothing was decoded."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop", "length" or "cancelled"
+    stop_reason: str | int | None  # the stop string, or the EOS id
+    prompt_format: str
+    seed: int
+    model: str
+    family: str
+    quant: str
+    group_size: int | None
+    device: str
+    isa: str
+    threads: int
+    version: str
+    usage: dict[str, int]
+    timings: dict[str, Any]
+    ffn_share: float | None
+    decode_breakdown: dict[str, float] | None
+    weight_bytes_per_token: int
+    peak_rss_bytes: int
+    logprobs: list[float] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object; `logprobs` is for Python alone."""
+        record = asdict(self)
+        del record["logprobs"]
+        return record
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+class GenerationStream:
+    """The iterator of Engine.stream. `result` is set when it ends, is closed, or Ctrl-C stops it."""
+
+    def __init__(self, engine: Engine, ids: list[int], params: SamplingParams) -> None:
+        self.engine = engine
+        self.params = params
+        self.prompt = ids
+        room = engine.ctx_size - len(ids)
+        if not ids:
+            raise RequestError("empty prompt; expected at least one token")
+        if room < 0 or (room == 0 and params.max_tokens != 0):
+            raise RequestError(
+                f"prompt of {len(ids)} tokens, no room in a context of {engine.ctx_size}; expected fewer"
+            )
+        self.limit = room if params.max_tokens < 0 else min(params.max_tokens, room)
+        self._check_memory(len(ids) + (0 if params.max_tokens < 0 else self.limit))
+        self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        self.eos = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
+        self.result: GenerationResult | None = None
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text: list[str] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.completion = 0
+        self.prompt_ms = self.predicted_ms = 0.0
+        self.decode_steps = 0
+        self.stage_ns = np.zeros(len(STAGES), np.int64)
+        self.decoder = engine.tokenizer.stream() if engine.tokenizer is not None else None
+        if params.stop and self.decoder is None:
+            raise RequestError("stop strings need a tokenizer; expected a model folder with tokenizer.json")
+        self.stops = StopMatcher(params.stop)
+        self.sequence = KvSequence(engine.pool)
+        self.cancel = np.zeros(1, np.int32)
+        self._pieces = self._run()
+
+    def _eos_ids(self) -> set[int]:
+        ids = set(self.engine.spec.eos_token_ids)
+        if self.engine.tokenizer is not None and self.engine.tokenizer.eos_token_id is not None:
+            ids.add(self.engine.tokenizer.eos_token_id)
+        return ids
+
+    def _check_memory(self, tokens: int) -> None:
+        from pyengine.engine import available_memory
+
+        wanted, available = int(tokens * self.engine.pool.bytes_per_token), available_memory()
+        if available is not None and wanted > available:
+            raise ResourceError(
+                f"a KV cache of {tokens} tokens takes {wanted} bytes, {available} are available; "
+                "expected a shorter prompt, fewer tokens or a smaller context"
+            )
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stop computing; what was generated stays in `result`."""
+        self._pieces.close()
+        if self.result is None:
+            self._end("cancelled")
+
+    # ---- the request ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> Iterator[Piece]:
+        try:
+            if self.limit == 0:
+                self.finish_reason = "length"
+                yield Piece("", None, None, "length")
+                return
+            token, logprob = self._prefill()
+            started = time.perf_counter()
+            self._reset_times()
+            while True:
+                piece = self._accept(token, logprob)
+                if piece.finish_reason is not None:
+                    self.predicted_ms = (time.perf_counter() - started) * 1e3
+                    self._collect_times()
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+                token, logprob = self._step([token])
+                self.decode_steps += 1
+                self.predicted_ms = (time.perf_counter() - started) * 1e3
+        finally:
+            self._end(self.finish_reason or "cancelled")
+
+    def _prefill(self) -> tuple[int, float]:
+        from pyengine.engine import MAX_BATCH_TOKENS
+
+        started = time.perf_counter()
+        with self.engine._running():
+            for at in range(0, len(self.prompt), MAX_BATCH_TOKENS):
+                part = self.prompt[at : at + MAX_BATCH_TOKENS]
+                last = at + len(part) == len(self.prompt)
+                if not last:
+                    self.engine.forward([(self.sequence, part)], cancel=self.cancel)
+            token, logprob = self._step(part)
+        self.prompt_ms = (time.perf_counter() - started) * 1e3
+        return token, logprob
+
+    def _step(self, ids: list[int]) -> tuple[int, float]:
+        rows = np.array([len(ids) - 1], np.int32)
+        with self.engine._running():
+            out = self.engine.forward(
+                [(self.sequence, ids)], rows=rows, sampling=[self._sampling()], cancel=self.cancel
+            )
+        assert out is not None
+        return int(out[0][0]), float(out[1][0])
+
+    def _sampling(self) -> dict[str, Any] | None:
+        p = self.params
+        if p.temperature == 0 and p.repetition_penalty == 1:
+            return None
+        values: dict[str, Any] = {
+            "temperature": p.temperature,
+            "top_k": p.top_k,
+            "top_p": p.top_p,
+            "min_p": p.min_p,
+            "repetition_penalty": p.repetition_penalty,
+            "seed": self.seed,
+            "step": len(self.tokens),
+        }
+        if p.repetition_penalty != 1:
+            values["penalty_ids"] = np.array(sorted({*self.prompt, *self.tokens}), np.int32)
+        return values
+
+    def _accept(self, token: int, logprob: float) -> Piece:
+        """Take a token: its text as far as it is safe to show, and whether it ends the request."""
+        self.completion += 1
+        if token in self.eos:
+            self.finish_reason, self.stop_reason = "stop", token
+            return Piece(self._flush(), token, logprob, "stop")
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        text, stopped = "", False
+        if self.decoder is not None:
+            text, stopped = self.stops.push(self.decoder.push(token))
+        if stopped:
+            self.finish_reason, self.stop_reason = "stop", self.stops.matched
+        elif self.completion >= self.limit:
+            self.finish_reason = "length"
+            text += self._flush(count=False)
+        self.text.append(text)
+        return Piece(text, token, logprob, self.finish_reason)
+
+    def _flush(self, *, count: bool = True) -> str:
+        """What was held back, at the end."""
+        if self.decoder is None:
+            return ""
+        text, stopped = self.stops.push(self.decoder.finish())
+        if stopped:
+            self.finish_reason, self.stop_reason = "stop", self.stops.matched
+        else:
+            text += self.stops.finish()
+        if count:
+            self.text.append(text)
+        return text
+
+    # ---- the end ------------------------------------------------------------------------------------------------------
+
+    def _reset_times(self) -> None:
+        self.engine.program.program.times(True)
+
+    def _collect_times(self) -> None:
+        ops_ns, _, _ = self.engine.program.program.times(False)
+        stages = [op["stage"] for op in self.engine.program.ops]
+        self.stage_ns = np.bincount(stages, weights=ops_ns, minlength=len(STAGES)).astype(np.int64)
+
+    def _end(self, reason: str) -> None:
+        if self.result is not None:
+            return
+        self.sequence.close()
+        engine, steps = self.engine, self.decode_steps
+        breakdown, share = None, None
+        if steps and self.predicted_ms:
+            breakdown = {name: float(self.stage_ns[int(getattr(Stage, name.upper()))]) / 1e6 / steps for name in STAGES}
+            breakdown["other"] = self.predicted_ms / steps - sum(breakdown.values())
+            share = breakdown["ffn"] * steps / self.predicted_ms
+        prompt_n = len(self.prompt) if self.prompt_ms else 0
+        self.result = GenerationResult(
+            text="".join(self.text),
+            tokens=self.tokens,
+            finish_reason=reason,
+            stop_reason=self.stop_reason,
+            prompt_format="raw",
+            seed=self.seed,
+            model=os.fspath(engine.folder),
+            family=engine.spec.family,
+            quant=engine.quant,
+            group_size=engine.group_size,
+            device=engine.device,
+            isa=engine.isa,
+            threads=engine.threads,
+            version=__version__,
+            usage={
+                "prompt_tokens": len(self.prompt),
+                "completion_tokens": self.completion,
+                "total_tokens": len(self.prompt) + self.completion,
+            },
+            timings={
+                "load_ms": engine.load_ms,
+                "prompt_n": prompt_n,
+                "prompt_ms": self.prompt_ms,
+                "prompt_per_second": prompt_n / self.prompt_ms * 1e3 if self.prompt_ms else None,
+                "predicted_n": steps,
+                "predicted_ms": self.predicted_ms,
+                "predicted_per_second": steps / self.predicted_ms * 1e3 if steps and self.predicted_ms else None,
+                "decode_steps": steps,
+                "cache_n": 0,
+            },
+            ffn_share=share,
+            decode_breakdown=breakdown,
+            weight_bytes_per_token=engine.weight_bytes_per_token,
+            peak_rss_bytes=peak_rss_bytes(),
+            logprobs=self.logprobs,
+        )

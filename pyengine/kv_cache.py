@@ -1,0 +1,101 @@
+"""Stage 5, kv_cache: which blocks of the core's KV pools belong to which sequence.
+
+Layers with the same (KV heads, head_dim, window) form a group with one pool of blocks of 32 tokens and one block table
+per sequence; a window group gives back the blocks that no later token can see.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine._core import KV_BLOCK, Backend
+from pyengine.spec import ModelSpec
+
+Int32 = npt.NDArray[np.int32]
+
+
+class KvPool:
+    """The pools of one engine: free blocks by group, grown as needed."""
+
+    def __init__(self, backend: Backend, spec: ModelSpec, *, bf16: bool) -> None:
+        self.backend = backend
+        shapes: dict[tuple[int, int, int | None], list[int]] = {}
+        for layer in spec.layers:
+            a = layer.attention
+            shapes.setdefault((a.num_kv_heads, a.head_dim, a.window), []).append(layer.index)
+        self.windows: list[int | None] = []
+        self.ids: list[int] = []
+        self.free: list[list[int]] = []
+        self.size: list[int] = []
+        places: dict[int, tuple[int, int]] = {}
+        for (kv_heads, head_dim, window), layers in shapes.items():
+            group = backend.kv_create(len(layers), kv_heads, head_dim, head_dim, bf16)
+            places.update({layer: (group, at) for at, layer in enumerate(layers)})
+            self.ids.append(group)
+            self.windows.append(window)
+            self.free.append([])
+            self.size.append(0)
+        self.groups = tuple(places[layer.index] for layer in spec.layers)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of all groups together, for tokens inside every window."""
+        return sum(self.backend.kv_block_bytes(group) for group in self.ids) / KV_BLOCK
+
+    def take(self, group: int) -> int:
+        if not self.free[group]:
+            grown = self.size[group] + max(4, self.size[group] // 4)
+            self.backend.kv_reserve(self.ids[group], grown)
+            self.free[group] = list(range(grown - 1, self.size[group] - 1, -1))
+            self.size[group] = grown
+        return self.free[group].pop()
+
+    def give_back(self, group: int, block: int) -> None:
+        self.free[group].append(block)
+
+
+class Sequence:
+    """The tokens of one sequence in the pools: `length` tokens are cached."""
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+        self.length = 0
+        self.owned: list[dict[int, int]] = [{} for _ in pool.ids]  # block index -> block
+        self.tables: list[Int32] = [np.zeros(16, np.int32) for _ in pool.ids]
+
+    def reserve(self, tokens: int) -> None:
+        """Own the blocks of positions length .. length + tokens - 1."""
+        last = (self.length + tokens - 1) // KV_BLOCK
+        for group, table in enumerate(self.tables):
+            if last >= len(table):
+                self.tables[group] = table = np.concatenate([table, np.zeros(max(last + 1, len(table)), np.int32)])
+            for index in range(self.length // KV_BLOCK, last + 1):
+                if index not in self.owned[group]:
+                    table[index] = self.owned[group][index] = self.pool.take(group)
+
+    def advance(self, tokens: int) -> None:
+        """The run went well: its tokens count. Blocks that fell out of a window go back to the pool."""
+        self.length += tokens
+        for group, window in enumerate(self.pool.windows):
+            if window is None:
+                continue
+            first = max(0, self.length + 1 - window) // KV_BLOCK  # of the keys the next token sees
+            for index in [i for i in self.owned[group] if i < first]:
+                self.pool.give_back(group, self.owned[group].pop(index))
+                self.tables[group][index] = 0  # any valid block: never read
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on. Only without windows can earlier blocks still be there."""
+        for group, owned in enumerate(self.owned):
+            keep = -(-length // KV_BLOCK)
+            for index in [i for i in owned if i >= keep]:
+                self.pool.give_back(group, owned.pop(index))
+        self.length = min(self.length, length)
+
+    def close(self) -> None:
+        for group, owned in enumerate(self.owned):
+            for block in owned.values():
+                self.pool.give_back(group, block)
+            owned.clear()
+        self.length = 0

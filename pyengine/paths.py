@@ -1,0 +1,15 @@
+"""Stage 0, paths: where pyengine keeps what it makes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """$PYENGINE_CACHE, else $XDG_CACHE_HOME/pyengine, else ~/.cache/pyengine. Not created here."""
+    own = os.environ.get("PYENGINE_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base) / "pyengine" if base else Path.home() / ".cache" / "pyengine"

@@ -1,0 +1,272 @@
+"""Stage 3, weights: named tensors of a checkpoint -> packed tensors of the core, layer by layer.
+
+q, k and v become one tensor [q | k | v], each part from a panel border; gate and up one tensor whose panels of 16 rows
+alternate gate0, up0, gate1, up1 ..., so that one pass over it gives both sums of the same neuron. At any time at most
+one layer's raw tensors (or one large tensor) are held beside what is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine._core import Backend, Format
+from pyengine.checkpoint import Checkpoint
+from pyengine.errors import ModelFormatError
+from pyengine.quantize import PackedFormat, Quantization
+from pyengine.spec import AttentionSpec, LayerSpec, ModelSpec
+
+PANEL = 16
+NONE = -1  # the id of a tensor that is not there
+
+Raw = dict[str, npt.NDArray[Any]]  # by short name: "q_proj.weight", "input_layernorm.weight" ...
+Importance = Mapping[
+    str, npt.NDArray[np.float32]
+]  # E[x^2] of the input channels by matrix: "qkv", "o", "gate_up", "down"
+Progress = Callable[[int, int, str], None]
+
+
+def padded(n: int) -> int:
+    """n rounded up to whole panels."""
+    return -(-n // PANEL) * PANEL
+
+
+@dataclass(frozen=True)
+class QkvLayout:
+    """Columns of [q | k | v], the output of the joined projection."""
+
+    k: int
+    v: int
+    width: int
+
+    @classmethod
+    def of(cls, a: AttentionSpec) -> QkvLayout:
+        k = padded(a.num_heads * a.head_dim)
+        v = k + padded(a.num_kv_heads * a.head_dim)
+        return cls(k, v, v + a.num_kv_heads * a.head_dim)
+
+
+@dataclass
+class LayerWeights:
+    """Tensor ids of one layer; NONE where the layer has no such tensor."""
+
+    attn_norm: int
+    qkv: int
+    o: int
+    ffn_norm: int
+    gate_up: int
+    down: int
+    qkv_bias: int = NONE
+    o_bias: int = NONE
+    q_norm: int = NONE
+    k_norm: int = NONE
+    gate_up_bias: int = NONE
+    down_bias: int = NONE
+
+
+@dataclass
+class ModelWeights:
+    """Tensor ids of a model, and what they take."""
+
+    embed: int
+    lm_head: int  # the same id as embed where they are tied
+    final_norm: int
+    layers: list[LayerWeights]
+    quantization: Quantization
+    layer_matrix_bytes: int = 0  # packed matrices inside the layers, headers not counted
+    layer_matrix_weights: int = 0
+    head_bytes: int = 0
+    packed_bytes: int = 0  # everything
+    norms: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the matrices inside the layers, scales and padding included."""
+        return 8.0 * self.layer_matrix_bytes / self.layer_matrix_weights
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one decode step reads: all layers and the head (an embedding row is nothing beside them)."""
+        return self.layer_matrix_bytes + self.head_bytes
+
+
+class Packer:
+    """Creates tensors in one backend from arrays of one checkpoint, and names the tensor in every error."""
+
+    def __init__(self, backend: Backend, checkpoint: Checkpoint) -> None:
+        self.backend = backend
+        self.checkpoint = checkpoint
+        self.made: list[int] = []
+
+    def create(self, fmt: PackedFormat, rows: int, cols: int) -> int:
+        tensor = self.backend.tensor_create(int(fmt.format), rows, cols, fmt.group)
+        self.made.append(tensor)
+        return tensor
+
+    def fill(
+        self,
+        tensor: int,
+        name: str,
+        source: npt.NDArray[Any],
+        offset: int = 0,
+        stride: int = 1,
+        importance: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Pack `source` into panels offset, offset + stride, ... ModelFormatError names tensor and place of a NaN."""
+        try:
+            self.backend.tensor_pack(tensor, source, offset, stride, importance)
+        except ModelFormatError as error:
+            info = self.checkpoint.tensors[name]
+            raise ModelFormatError(f"{info.file}: tensor '{name}': {error}; expected finite values") from None
+
+    def vector(self, name: str, parts: list[tuple[npt.NDArray[Any], int]], size: int) -> int:
+        """float32 [size], zero but for each part at its offset; size is rounded up to whole panels."""
+        values = np.zeros(size, np.float32)
+        for part, offset in parts:
+            values[offset : offset + len(part)] = part
+        tensor = self.backend.tensor_create(int(Format.VECTOR_F32), 1, size, 0)
+        self.made.append(tensor)
+        self.fill(tensor, name, values)
+        return tensor
+
+
+def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """A raw array of a checkpoint (uint16 = bfloat16 bits) as float32."""
+    if raw.dtype == np.uint16:
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32, copy=False)
+
+
+def read_layer(checkpoint: Checkpoint, layer: LayerSpec) -> Raw:
+    """All tensors of a layer as stored, by the name behind `model.layers.<n>.`."""
+    prefix = f"model.layers.{layer.index}."
+    names = [name for name in checkpoint.tensors if name.startswith(prefix) and not name.endswith(".inv_freq")]
+    return {name[len(prefix) :]: checkpoint.read(name) for name in names}
+
+
+def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, importance: Importance) -> LayerWeights:
+    """Quantize and pack one layer's tensors."""
+    prefix = f"model.layers.{layer.index}."
+    a, f = layer.attention, layer.ffn
+    layout, inter = QkvLayout.of(a), padded(f.intermediate_size)
+
+    def matrix(rows: int, parts: list[tuple[str, int, int]], key: str) -> int:
+        cols = raw[parts[0][0] + ".weight"].shape[1]
+        tensor = packer.create(fmt, rows, cols)
+        for name, offset, stride in parts:
+            full = name + ".weight"
+            packer.fill(tensor, prefix + full, raw[full], offset, stride, importance.get(key))
+        return tensor
+
+    def norm(name: str) -> int:
+        values = as_float32(raw[name + ".weight"])
+        return packer.vector(f"{prefix}{name}.weight", [(values, 0)], len(values))
+
+    def bias(parts: list[tuple[str, int]], size: int) -> int:
+        values = [(as_float32(raw[name + ".bias"]), offset) for name, offset in parts]
+        return packer.vector(f"{prefix}{parts[0][0]}.bias", values, size)
+
+    hidden = len(raw["input_layernorm.weight"])
+    w = LayerWeights(
+        attn_norm=norm("input_layernorm"),
+        qkv=matrix(
+            layout.width,
+            [
+                ("self_attn.q_proj", 0, 1),
+                ("self_attn.k_proj", layout.k // PANEL, 1),
+                ("self_attn.v_proj", layout.v // PANEL, 1),
+            ],
+            "qkv",
+        ),
+        o=matrix(hidden, [("self_attn.o_proj", 0, 1)], "o"),
+        ffn_norm=norm("post_attention_layernorm"),
+        gate_up=matrix(2 * inter, [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)], "gate_up"),
+        down=matrix(hidden, [("mlp.down_proj", 0, 1)], "down"),
+    )
+    if a.qkv_bias:
+        names = [("self_attn.q_proj", 0), ("self_attn.k_proj", layout.k), ("self_attn.v_proj", layout.v)]
+        w.qkv_bias = bias(names, padded(layout.width))
+    if a.o_bias:
+        w.o_bias = bias([("self_attn.o_proj", 0)], padded(hidden))
+    if a.qk_norm:
+        w.q_norm, w.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
+    if f.bias:
+        w.down_bias = bias([("mlp.down_proj", 0)], padded(hidden))
+        joined = np.zeros((inter // PANEL, 2, PANEL), np.float32)
+        for at, name in enumerate(("mlp.gate_proj", "mlp.up_proj")):
+            values = np.zeros(inter, np.float32)
+            values[: f.intermediate_size] = as_float32(raw[name + ".bias"])
+            joined[:, at] = values.reshape(-1, PANEL)
+        w.gate_up_bias = packer.vector(f"{prefix}mlp.gate_proj.bias", [(joined.reshape(-1), 0)], 2 * inter)
+    return w
+
+
+def pack_table(packer: Packer, name: str, fmt: PackedFormat, importance: npt.NDArray[np.float32] | None = None) -> int:
+    """One [vocab, hidden] tensor, packed."""
+    source = packer.checkpoint.read(name)
+    tensor = packer.create(fmt, *source.shape)
+    packer.fill(tensor, name, source, importance=importance)
+    return tensor
+
+
+def pack_rows(packer: Packer, name: str) -> int:
+    """An untied embedding stays row-major: bfloat16 as stored, everything else float32."""
+    source = packer.checkpoint.read(name)
+    if source.dtype != np.uint16:
+        source = as_float32(source)
+    fmt = Format.ROWS_BF16 if source.dtype == np.uint16 else Format.ROWS_F32
+    tensor = packer.create(PackedFormat(fmt), *source.shape)
+    packer.fill(tensor, name, source)
+    return tensor
+
+
+def load_weights(
+    backend: Backend,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    quantization: Quantization,
+    observe: Callable[[LayerSpec, Raw], Importance] | None = None,
+    progress: Progress | None = None,
+) -> ModelWeights:
+    """Read, quantize and pack a whole model.
+
+    observe: called with each layer's raw tensors, in order, and returns the importance of its matrices' input channels
+    (calibration); None leaves every channel the same.
+    Errors: ModelFormatError for NaN/Inf or a file that changed, ResourceError when memory runs out.
+    """
+    packer = Packer(backend, checkpoint)
+    total = spec.num_layers + 1
+    weights = ModelWeights(NONE, NONE, NONE, [], quantization)
+    for layer in spec.layers:
+        if progress is not None:
+            progress(layer.index, total, "loading")
+        raw = read_layer(checkpoint, layer)
+        importance: Importance = observe(layer, raw) if observe is not None else {}
+        w = pack_layer(packer, layer, raw, quantization.layers, importance)
+        weights.layers.append(w)
+        for tensor in (w.qkv, w.o, w.gate_up, w.down):
+            weights.layer_matrix_bytes += backend.tensor_size(tensor) - 64
+        a, f, h = layer.attention, layer.ffn, spec.hidden_size
+        weights.layer_matrix_weights += (
+            2 * (a.num_heads + a.num_kv_heads) * a.head_dim * h + 3 * f.intermediate_size * h
+        )
+        del raw
+    if progress is not None:
+        progress(spec.num_layers, total, "loading")
+    norm = as_float32(checkpoint.read("model.norm.weight"))
+    weights.final_norm = packer.vector("model.norm.weight", [(norm, 0)], len(norm))
+    if spec.tie_word_embeddings:
+        weights.embed = weights.lm_head = pack_table(packer, "model.embed_tokens.weight", quantization.head)
+    else:
+        weights.embed = pack_rows(packer, "model.embed_tokens.weight")
+        weights.lm_head = pack_table(packer, "lm_head.weight", quantization.head)
+    weights.head_bytes = backend.tensor_size(weights.lm_head) - 64
+    weights.packed_bytes = sum(backend.tensor_size(tensor) for tensor in packer.made)
+    checkpoint.verify_unchanged()
+    if progress is not None:
+        progress(total, total, "loading")
+    return weights
