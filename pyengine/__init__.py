@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pyengine import errors as errors
     from pyengine import kernels as kernels
     from pyengine.engine import Engine as Engine
-    from pyengine.engine import GenerationResult as GenerationResult
     from pyengine.engine import load as load
     from pyengine.errors import ChatTemplateError as ChatTemplateError
     from pyengine.errors import ComputeError as ComputeError
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from pyengine.errors import ResourceError as ResourceError
     from pyengine.errors import TokenizerError as TokenizerError
     from pyengine.errors import UnsupportedModelError as UnsupportedModelError
+    from pyengine.generate import GenerationResult as GenerationResult
 
 __version__ = "0.1.0"
 
@@ -42,10 +42,11 @@ _ERRORS = (
     "TokenizerError",
     "UnsupportedModelError",
 )
-_ENGINE = ("Engine", "GenerationResult", "load")
+_ENGINE = ("Engine", "load")
+_GENERATE = ("GenerationResult",)
 _MODULES = ("errors", "kernels")
 
-__all__ = [*_ENGINE, *_ERRORS, *_MODULES, "__version__"]
+__all__ = [*_ENGINE, *_GENERATE, *_ERRORS, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -56,6 +57,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module("pyengine.errors"), name)
     elif name in _ENGINE:
         value = getattr(importlib.import_module("pyengine.engine"), name)
+    elif name in _GENERATE:
+        value = getattr(importlib.import_module("pyengine.generate"), name)
     else:
         raise AttributeError(f"module 'pyengine' has no attribute '{name}'")
     globals()[name] = value

@@ -87,8 +87,9 @@ def layer_lines(spec: ModelSpec) -> list[str]:
             )
             if present
         ]
+        which = str(index) if first == index else f"{first}-{index}"
         text = (
-            f"{first if first == index else f'{first}-{index}'}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
+            f"{which}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
             f"{attention.head_dim}, rope {attention.rope.rope_type} theta {attention.rope.theta:g}; "
             f"FFN {ffn.intermediate_size} {ffn.activation}"
         )
