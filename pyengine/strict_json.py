@@ -2,68 +2,105 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import re
+import stat
+from collections import deque
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pyengine.errors import ModelFormatError
 
-MAX_NUMBER_DIGITS = 64
+MAX_NUMBER_CHARACTERS = 64
 MAX_DEPTH = 64
 MAX_SHOWN = 200
+READ_BYTES = 1 << 20  # a piece of a file, and of the text that is looked at at once
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_LONG_NUMBER = re.compile(rb"\d{%d}" % MAX_NUMBER_DIGITS)
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % MAX_NUMBER_CHARACTERS)
+_NEGATIVE_ZERO = re.compile(rb"(?<![0-9eE.])-0(?=[\s,\]}])")
+_UNICODE_ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 
 
-class DuplicateKeyError(ValueError):
-    """Carries the key that appears twice."""
+class DuplicateKeyError(ModelFormatError):
+    """A key appears twice in one object. path: the keys that lead to that object; key: the one that is there twice."""
 
-    def __init__(self, key: str) -> None:
-        super().__init__(f"duplicate key {shown(key)}")
+    def __init__(self, where: str, path: tuple[str, ...], key: str) -> None:
+        place = " in " + ".".join(shown(part) for part in path) if path else ""
+        super().__init__(f"{where}: duplicate key {shown(key)}{place}; expected each key once")
+        self.path = path
         self.key = key
+
+
+class _Twice(dict[str, Any]):
+    """An object in which `key` came twice."""
+
+    key = ""
 
 
 def shown(value: object) -> str:
     """A value from a file as it may stand in a message: escaped, at most 200 characters."""
     text = value if isinstance(value, str) else repr(value)
-    escaped = text.encode("unicode_escape").decode("ascii")
+    escaped = text[: MAX_SHOWN + 1].encode("unicode_escape").decode("ascii")
     if len(escaped) > MAX_SHOWN:
         escaped = escaped[:MAX_SHOWN] + "..."
     return f"'{escaped}'"
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise DuplicateKeyError(key)
-        result[key] = value
-    return result
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """A regular file, whole. ModelFormatError if it is none, cannot be read, or has more than max_bytes.
+
+    Opened without blocking, so that a FIFO or a device in its place is an error and not a hang.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise open_error(path, error) from None
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelFormatError(f"{path}: not a regular file; expected a readable file")
+        if status.st_size > max_bytes:
+            raise ModelFormatError(f"{path}: {status.st_size} bytes; expected at most {max_bytes}")
+        try:
+            data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise open_error(path, error) from None
+    if len(data) > max_bytes:
+        raise ModelFormatError(f"{path}: over {max_bytes} bytes; expected at most {max_bytes}")
+    return data
 
 
-def _constant(name: str) -> Any:
-    raise ValueError(f"the literal {name} is not JSON")
+def open_error(path: Path, error: OSError) -> ModelFormatError:
+    """What went wrong with opening or reading a file that should be there."""
+    if error.errno == errno.ENOENT:
+        return ModelFormatError(f"{path}: no such file; expected a readable file")
+    if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+        return ModelFormatError(f"{path}: not a regular file; expected a readable file")
+    return ModelFormatError(f"{path}: {error.strerror}; expected a readable file")
 
 
-def _depth(data: bytes) -> int:
-    """The deepest nesting of brackets outside strings, without recursion."""
-    deepest = depth = 0
-    for match in re.finditer(rb"[\[{\]}]", _STRING.sub(b"", data)):
-        if match.group() in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        else:
-            depth -= 1
-    return deepest
-
-
-def loads(data: bytes, *, where: str, max_bytes: int, max_depth: int = MAX_DEPTH) -> Any:
+def loads(
+    data: bytes,
+    *,
+    where: str,
+    max_bytes: int,
+    max_depth: int = MAX_DEPTH,
+    max_objects: int | None = None,
+    objects: str = "objects",
+) -> Any:
     """Parse UTF-8 JSON. `where` opens every message (a file, or a file and what part of it).
 
-    Errors: ModelFormatError for too many bytes, a BOM, bytes that are not UTF-8, nesting over max_depth, a number of 64
-    digits or more, duplicate keys, NaN or Infinity, an unpaired surrogate, or anything that is not JSON; with the
-    position where there is one.
+    Errors: ModelFormatError for too many bytes, a BOM, bytes that are not UTF-8, nesting over max_depth, more than
+    max_objects objects (called `objects` in the message), a number of 64 characters or more or out of range, -0 as an
+    integer, duplicate keys (DuplicateKeyError), NaN or Infinity, an unpaired surrogate, or anything that is not JSON;
+    with the position in bytes where there is one.
     """
     if len(data) > max_bytes:
         raise ModelFormatError(f"{where}: {len(data)} bytes; expected at most {max_bytes}")
@@ -73,38 +110,106 @@ def loads(data: bytes, *, where: str, max_bytes: int, max_depth: int = MAX_DEPTH
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelFormatError(f"{where}: not UTF-8 at byte {error.start}; expected UTF-8 JSON") from None
-    depth = _depth(data)
-    if depth > max_depth:
-        raise ModelFormatError(f"{where}: nesting deeper than {max_depth} ({depth}); expected flat JSON")
-    if _LONG_NUMBER.search(_STRING.sub(b"", data)):
-        raise ModelFormatError(f"{where}: number too large; expected fewer than {MAX_NUMBER_DIGITS} digits")
+    _check_outside_strings(data, where, max_depth, max_objects, objects)
+    _check_surrogates(data, where)
+    twice: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(items)
+        if len(value) == len(items):
+            return value
+        seen: set[str] = set()
+        marked = _Twice(value)
+        marked.key = next(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice.append(marked.key)
+        return marked
+
     try:
-        value = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=_constant, parse_float=_float)
     except json.JSONDecodeError as error:
-        position = len(text[: error.pos].encode("utf-8", "surrogatepass"))
-        what = "trailing characters" if error.msg == "Extra data" else f"not JSON: {error.msg}"
-        raise ModelFormatError(f"{where}: {what} at byte {position}; expected JSON") from None
-    except DuplicateKeyError as error:
-        raise ModelFormatError(f"{where}: {error}; expected each key once") from None
-    except (ValueError, RecursionError) as error:
+        position = len(text[: error.pos].encode())
+        what = "trailing characters" if error.msg == "Extra data" else error.msg
+        raise ModelFormatError(f"{where}: not JSON: {what} at byte {position}; expected JSON") from None
+    except ValueError as error:
         raise ModelFormatError(f"{where}: {error}; expected JSON") from None
-    if "\\u" in text and re.search(r"\\u[dD][89a-fA-F]", text):
-        _check_surrogates(value, where)
+    if twice:
+        path, key = _find_twice(value) or ((), twice[0])
+        raise DuplicateKeyError(where, path, key)
     return value
 
 
-def _check_surrogates(value: Any, where: str) -> None:
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            try:
-                item.encode("utf-8")
-            except UnicodeEncodeError:
-                raise ModelFormatError(
-                    f"{where}: bad escape, an unpaired surrogate in {shown(item)}; expected text"
-                ) from None
-        elif isinstance(item, dict):
-            stack += [*item.keys(), *item.values()]
+def _constant(name: str) -> Any:
+    raise ValueError(f"the literal {name} is not JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number {text} is out of range")
+    return value
+
+
+def _find_twice(value: Any) -> tuple[tuple[str, ...], str] | None:
+    """Path and key of the first object with a duplicate key, outermost first."""
+    queue: deque[tuple[tuple[str, ...], Any]] = deque([((), value)])
+    while queue:
+        path, item = queue.popleft()
+        if isinstance(item, _Twice):
+            return path, item.key
+        if isinstance(item, dict):
+            queue += [((*path, key), child) for key, child in item.items() if isinstance(child, (dict, list))]
         elif isinstance(item, list):
-            stack += item
+            queue += [((*path, str(at)), child) for at, child in enumerate(item) if isinstance(child, (dict, list))]
+    return None
+
+
+def _check_outside_strings(data: bytes, where: str, max_depth: int, max_objects: int | None, called: str) -> None:
+    """Nesting, numbers and objects, counted before the parser builds anything: it is recursive and its numbers are not
+    bounded. Text that is not JSON may be misjudged from its first error on; the parser stops there anyway."""
+    depth = objects = 0
+    inside = False
+    data = _ESCAPE.sub(b"  ", data) if b"\\" in data else data
+    overlap = MAX_NUMBER_CHARACTERS  # so that a number across two pieces is seen whole
+    tail = b""
+    for at in range(0, len(data), READ_BYTES):
+        piece: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8, min(READ_BYTES, len(data) - at), at)
+        quotes = piece == 0x22
+        in_string = (np.cumsum(quotes) + inside) % 2 == 1
+        inside = bool(in_string[-1])
+        masked = np.where(in_string, np.uint8(0x22), piece)
+        opening = (masked == 0x7B) | (masked == 0x5B)
+        closing = (masked == 0x7D) | (masked == 0x5D)
+        depths = depth + np.cumsum(opening.astype(np.int32) - closing.astype(np.int32))
+        if int(depths.max()) > max_depth:
+            raise ModelFormatError(f"{where}: nesting deeper than {max_depth}; expected flatter JSON")
+        depth = int(depths[-1])
+        objects += int((masked == 0x7B).sum())
+        if max_objects is not None and objects > max_objects:
+            raise ModelFormatError(f"{where}: more than {max_objects} {called}; expected fewer")
+        outside = tail + masked.tobytes()
+        if _LONG_NUMBER.search(outside):
+            raise ModelFormatError(f"{where}: number too large; expected fewer than {MAX_NUMBER_CHARACTERS} characters")
+        zero = _NEGATIVE_ZERO.search(outside)
+        if zero:
+            position = at - len(tail) + zero.start()
+            raise ModelFormatError(f"{where}: not JSON that all readers agree on: -0 at byte {position}; expected 0")
+        tail = outside[-overlap:]
+
+
+def _check_surrogates(data: bytes, where: str) -> None:
+    """Half a surrogate pair is a valid escape of JSON and no character."""
+    if not re.search(rb"\\u[dD][89a-fA-F]", data):
+        return
+    high_end = -1  # where the high half that waits for its other half ends
+    for match in _UNICODE_ESCAPE.finditer(data):
+        if high_end >= 0 and match.start() != high_end:
+            break
+        code = int(match.group(1), 16) if match.group(1) else 0
+        if high_end >= 0 and not 0xDC00 <= code < 0xE000:
+            break
+        if high_end < 0 and 0xDC00 <= code < 0xE000:
+            high_end = match.start()
+            break
+        high_end = match.end() if high_end < 0 and 0xD800 <= code < 0xDC00 else -1
+    if high_end >= 0:
+        raise ModelFormatError(f"{where}: bad escape, an unpaired surrogate at byte {high_end}; expected text")

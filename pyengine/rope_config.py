@@ -1,0 +1,156 @@
+"""Stage 2, rope_config: both spellings of RoPE in config.json -> RopeSpec.
+
+Old: `rope_scaling` {rope_type or type, ...} beside a top-level `rope_theta`. New: `rope_parameters` with the theta
+inside. Semantics are transformers' modeling_rope_utils.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyengine.config_values import ConfigValues
+from pyengine.errors import ModelFormatError
+from pyengine.spec import RopeSpec
+from pyengine.strict_json import shown
+
+DEFAULT_THETA = 10000.0
+MAX_CONTEXT = 2**31 - 1  # positions are int32
+
+LIMIT = "original_max_position_embeddings"
+# type -> parameter -> whether the file must give it
+PARAMETERS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "linear": {"factor": True},
+    "dynamic": {"factor": True, LIMIT: False},
+    "llama3": {"factor": True, "low_freq_factor": True, "high_freq_factor": True, LIMIT: False},
+    "yarn": {
+        "factor": True,
+        LIMIT: False,
+        "beta_fast": False,
+        "beta_slow": False,
+        "mscale": False,
+        "mscale_all_dim": False,
+        "attention_factor": False,
+        "truncate": False,
+    },
+}
+INERT = {"finetuned"}  # says how the checkpoint was made
+
+
+def rope_spec(config: ConfigValues, head_dim: int) -> RopeSpec:
+    """The rotary embedding that config.json describes, over the whole head.
+
+    Errors: ModelFormatError for a bad value and for two spellings that differ; UnsupportedModelError for a rope_type or
+    parameter not known here, parameters per layer type, and partial rotation.
+    """
+    found: dict[str, RopeSpec] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        source = config.values.get(key)
+        if source is not None and not isinstance(source, dict):
+            raise config.bad(key, source, "an object or null")
+        if source:
+            found[key] = _parse(config, key, source, head_dim)
+    if not found:
+        return _parse(config, "rope_parameters", {}, head_dim)
+    if len(set(found.values())) > 1:
+        old, new = config.values["rope_scaling"], config.values["rope_parameters"]
+        raise ModelFormatError(
+            f"{config.path}: key 'rope_scaling' {shown(old)} and key 'rope_parameters' {shown(new)} differ; "
+            "expected one of them, or the same"
+        )
+    return next(iter(found.values()))
+
+
+def _parse(config: ConfigValues, key: str, source: dict[str, Any], head_dim: int) -> RopeSpec:
+    given = dict(source)
+    nested = sorted(name for name, value in given.items() if isinstance(value, dict))
+    if nested:
+        raise config.unsupported(key, ", ".join(nested), "one set of parameters for all layers")
+    theta = _theta(config, key, given.pop("rope_theta", None))
+    partial = given.pop("partial_rotary_factor", config.values.get("partial_rotary_factor"))
+    if partial is not None and config.number(f"{key}.partial_rotary_factor", partial) != 1:
+        raise config.unsupported("partial_rotary_factor", partial, "1, rotation of the whole head")
+    kind = _type(config, key, given)
+    known = PARAMETERS[kind]
+    for name, value in given.items():
+        if name not in known and name not in INERT and value is not None:
+            accepted = ", ".join(known) or "no other key"
+            raise config.unsupported(f"{key}.{name}", value, f"for rope_type {kind}: {accepted}")
+    parameters = {name: value for name in known if (value := _parameter(config, key, kind, name, given)) is not None}
+    _check(config, key, kind, parameters, head_dim, theta)
+    return RopeSpec(kind, theta, head_dim, tuple(sorted(parameters.items())))
+
+
+def _theta(config: ConfigValues, key: str, inner: Any) -> float:
+    outer = config.values.get("rope_theta")
+    if outer is not None:
+        outer = config.number("rope_theta", outer, above=0)
+    if inner is None:
+        return DEFAULT_THETA if outer is None else float(outer)
+    theta = config.number(f"{key}.rope_theta", inner, above=0)
+    if outer is not None and outer != theta:
+        raise ModelFormatError(
+            f"{config.path}: key 'rope_theta': {outer} and key '{key}.rope_theta': {theta} differ; expected one theta"
+        )
+    return theta
+
+
+def _type(config: ConfigValues, key: str, given: dict[str, Any]) -> str:
+    """Takes `rope_type` and its older name `type` out of `given`."""
+    kind, other = given.pop("rope_type", None), given.pop("type", None)
+    if kind is not None and other is not None and kind != other:
+        raise ModelFormatError(
+            f"{config.path}: key '{key}': type {shown(other)} and rope_type {shown(kind)} differ; expected one"
+        )
+    kind = other if kind is None else kind
+    if kind is None:
+        if given:
+            raise ModelFormatError(
+                f"{config.path}: key '{key}': {shown(given)} has no rope_type; expected one of {', '.join(PARAMETERS)}"
+            )
+        return "default"
+    if not isinstance(kind, str):
+        raise config.bad(f"{key}.rope_type", kind, f"one of {', '.join(PARAMETERS)}")
+    if kind not in PARAMETERS:
+        raise config.unsupported(f"{key}.rope_type", kind, f"one of {', '.join(PARAMETERS)}")
+    return kind
+
+
+def _parameter(config: ConfigValues, key: str, kind: str, name: str, given: dict[str, Any]) -> float | None:
+    value = given.get(name)
+    if name == LIMIT and kind != "linear":
+        maximum = config.integer("max_position_embeddings", 1, MAX_CONTEXT)
+        if value is None:
+            return float(maximum)
+        if kind == "dynamic" and value != maximum:  # transformers knows only max_position_embeddings there
+            raise config.unsupported(f"{key}.{name}", value, f"max_position_embeddings {maximum} for rope_type dynamic")
+    if value is None:
+        if PARAMETERS[kind][name]:
+            raise ModelFormatError(f"{config.path}: key '{key}.{name}' is missing; expected it for rope_type {kind}")
+        return None
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise config.bad(f"{key}.{name}", value, "true or false")
+        return float(value)
+    if name in ("mscale", "mscale_all_dim"):  # 0 counts as not given
+        return config.number(f"{key}.{name}", value, at_least=0)
+    return config.number(f"{key}.{name}", value, above=0)
+
+
+def _check(
+    config: ConfigValues, key: str, kind: str, parameters: dict[str, float], head_dim: int, theta: float
+) -> None:
+    """Relations between parameters without which a formula has no value, or not the one meant."""
+    if "factor" in parameters:
+        config.number(f"{key}.factor", parameters["factor"], at_least=1)
+    if kind == "llama3":
+        low = parameters["low_freq_factor"]
+        if parameters["high_freq_factor"] <= low:
+            raise config.bad(f"{key}.high_freq_factor", parameters["high_freq_factor"], f"above low_freq_factor {low}")
+    if kind == "yarn":
+        fast, slow = parameters.get("beta_fast", 32.0), parameters.get("beta_slow", 1.0)
+        if fast < slow:
+            raise config.bad(f"{key}.beta_fast", fast, f"at least beta_slow {slow}")
+        config.number("rope_theta", theta, above=1)
+    if kind == "dynamic" and head_dim <= 2:
+        raise config.bad("head_dim", head_dim, "at least 4 for rope_type dynamic")
