@@ -2,104 +2,152 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import re
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
-from pyengine.errors import ModelNotFoundError, RequestError
+from pyengine import strict_json
+from pyengine.errors import ModelFormatError, ModelNotFoundError, RequestError, ResourceError, UnsupportedModelError
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.json"]
+HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
+PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
+IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
+
+Log = Callable[[str], None]
+
+
+def _stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def hub_cache() -> Path:
-    """The hub's own cache folder: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """The hub's own cache folder: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub (or XDG_CACHE_HOME)."""
     if os.environ.get("HF_HUB_CACHE"):
-        return Path(os.environ["HF_HUB_CACHE"])
-    home = os.environ.get("HF_HOME")
-    if home:
-        return Path(home) / "hub"
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    if os.environ.get("HF_HOME"):
+        return Path(os.environ["HF_HOME"]).expanduser() / "hub"
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "huggingface" / "hub"
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a snapshot has its config and every weight file that its index names."""
-    if not (folder / "config.json").exists():
-        return False
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, OSError):
-            return True  # damaged rather than incomplete: loading it says how
-        return all((folder / str(shard)).exists() for shard in shards)
-    return any(folder.glob("*.safetensors"))
+def missing_files(folder: Path) -> list[str]:
+    """What a snapshot lacks: its config, or a weight file that its index names. Links into the cache are followed."""
+    missing = [] if (folder / "config.json").exists() else ["config.json"]
+    if (folder / "model.safetensors").exists():
+        return missing
+    index = folder / INDEX
+    if not index.exists():
+        whole = any(path.exists() for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+        return missing if whole else [*missing, "model.safetensors"]
+    try:
+        data = strict_json.read_bytes(index, MAX_INDEX_BYTES)
+        shards = set(strict_json.loads(data, where=str(index), max_bytes=MAX_INDEX_BYTES)["weight_map"].values())
+    except (ModelFormatError, KeyError, TypeError, AttributeError):
+        return missing  # damaged rather than incomplete: loading it says how
+    return missing + sorted(str(shard) for shard in shards if not (folder / str(shard)).exists())
 
 
 def cached_snapshot(name: str, revision: str | None) -> Path | None:
-    """The folder of a complete snapshot of org/name in the hub cache, or None. `revision`: branch, tag or commit."""
+    """The folder of a snapshot of org/name in the hub cache, complete or not; None if there is none.
+
+    revision: a branch, a tag or a commit; None = main.
+    """
     repository = hub_cache() / ("models--" + name.replace("/", "--"))
     wanted = revision or "main"
     ref = repository / "refs" / wanted
     if ref.is_file():
         wanted = ref.read_text(encoding="utf-8").strip()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", wanted):  # a commit or what stands for one, never a path
+        return None
     folder = repository / "snapshots" / wanted
-    return folder if folder.is_dir() and is_complete(folder) else None
+    return folder.resolve() if folder.is_dir() else None
 
 
 def is_offline(offline: bool) -> bool:
     return offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
-def resolve(model: str, *, offline: bool = False) -> Path:
-    """The folder of MODEL. An existing path wins, then the hub cache, then (unless offline) a download.
+def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
+    """The folder of MODEL: an existing path wins, then the hub cache, then (unless offline) a download.
 
-    Errors: ModelNotFoundError (with the command that would fetch it), RequestError for text that is neither a path nor
-    org/name.
+    log: gets the line that says what is downloaded and how large it is.
+    Errors: ModelNotFoundError (with the command that would fetch it), RequestError for a file and for text that is
+    neither a path nor org/name, UnsupportedModelError for a GGUF file, ResourceError for a full disk.
     """
+    if not model.strip():
+        raise RequestError("an empty model name; expected a model folder or org/name")
     path = Path(model).expanduser()
     try:
         exists = path.exists()
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a name too long, or one with a NUL
         exists = False
     if exists:
         if path.is_dir():
             return path
-        raise RequestError(f"{model}: a file; expected a model folder or org/name")
-    if not HUB_ID.fullmatch(model):
+        if path.suffix == ".gguf":
+            raise UnsupportedModelError(f"{model}: a GGUF file; expected a folder of safetensors")
+        raise RequestError(f"{model}: a file; expected the folder of a model, or org/name")
+    match = HUB_ID.fullmatch(model)
+    if match is None or ".." in model:
         if os.sep in model or model.startswith((".", "~")):
             raise ModelNotFoundError(f"{model}: no such folder; expected a model folder or org/name")
         raise RequestError(f"{model!r} is neither a folder nor org/name; did you mean -p {model!r}?")
-    name, _, revision = model.partition("@")
-    found = cached_snapshot(name, revision or None)
-    if found is not None:
+    name, revision = match["name"], match["revision"]
+    found = cached_snapshot(name, revision)
+    missing = [] if found is None else missing_files(found)
+    if found is not None and not missing:
         return found
     command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     if is_offline(offline):
-        raise ModelNotFoundError(
-            f"{model}: not a folder, not in the hub cache, and offline; run `{command}` with a network"
-        )
-    return _download(name, revision or None, command)
+        state = f"incomplete in the hub cache (without {', '.join(missing[:10])})" if found else "not in the hub cache"
+        raise ModelNotFoundError(f"{model}: not a folder, {state}, and offline; run `{command}` with a network")
+    return _download(name, revision, command, log)
 
 
-def _download(name: str, revision: str | None, command: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+def _is_wanted(name: str) -> bool:
+    """Whether the engine reads this file of a repository: the rule that the hub client applies to the patterns."""
+    return any(fnmatch(name, p) for p in PATTERNS) and not any(fnmatch(name, p) for p in IGNORED)
+
+
+def _download(name: str, revision: str | None, command: str, log: Log) -> Path:
+    """Fetch what an engine reads into the hub cache. HF_TOKEN and HF_ENDPOINT are the hub client's own."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+        wanted = {f.rfilename for f in files if _is_wanted(f.rfilename)}
+        size = sum(f.size or 0 for f in files if f.rfilename in wanted)
+        log(f"downloading {name}: {len(wanted)} files, {size / 1e6:.1f} MB, to {hub_cache()}")
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=hub_cache(),
+                allow_patterns=PATTERNS,
+                ignore_patterns=IGNORED,
+            )
+        )
     except GatedRepoError:
         raise ModelNotFoundError(f"{name}: gated; accept its licence, set HF_TOKEN and run `{command}`") from None
     except RevisionNotFoundError:
-        raise ModelNotFoundError(
-            f"{name}: no revision {revision!r} on the hub; expected one that `{command}` finds"
-        ) from None
+        raise ModelNotFoundError(f"{name}: no revision {revision!r} on the hub; run `{command}` with one") from None
     except RepositoryNotFoundError:
         raise ModelNotFoundError(
             f"{name}: not a folder and not on the hub; expected a model that `{command}` finds"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelNotFoundError(f"{name}: cannot be downloaded ({line}); run `{command}`") from None
+    except Exception as error:  # the client's transport has its own errors, other ones in each version
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"{hub_cache()}: {error.strerror}; expected room for {name}") from None
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelNotFoundError(f"{name}: cannot be downloaded ({reason}); run `{command}`") from None

@@ -1,7 +1,7 @@
 """Stage 2, rope: frequencies and cos/sin tables of every RoPE type. float32, as transformers computes them.
 
-Sources: RoPE, Su et al. 2021; linear (position interpolation), Chen et al. 2023; dynamic (NTK-aware), bloc97 2023; yarn,
-Peng et al. 2023; llama3, the Llama 3.1 release. Key names and rounding follow transformers' modeling_rope_utils.
+Sources: RoPE, Su et al. 2021; linear (position interpolation), Chen et al. 2023; dynamic (NTK-aware), bloc97 2023;
+yarn, Peng et al. 2023; llama3, the Llama 3.1 release. Key names and rounding follow transformers' modeling_rope_utils.
 """
 
 from __future__ import annotations
