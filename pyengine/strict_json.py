@@ -20,7 +20,7 @@ from pyengine.errors import ModelFormatError
 MAX_NUMBER_CHARACTERS = 64
 MAX_DEPTH = 64
 MAX_SHOWN = 200
-READ_BYTES = 1 << 20  # a piece of a file, and of the text that is looked at at once
+SCAN_BYTES = 1 << 17  # of the text looked at at once; the arrays made of it are twenty times as large
 
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % MAX_NUMBER_CHARACTERS)
@@ -171,8 +171,8 @@ def _check_outside_strings(data: bytes, where: str, max_depth: int, max_objects:
     data = _ESCAPE.sub(b"  ", data) if b"\\" in data else data
     overlap = MAX_NUMBER_CHARACTERS  # so that a number across two pieces is seen whole
     tail = b""
-    for at in range(0, len(data), READ_BYTES):
-        piece: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8, min(READ_BYTES, len(data) - at), at)
+    for at in range(0, len(data), SCAN_BYTES):
+        piece: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8, min(SCAN_BYTES, len(data) - at), at)
         quotes = piece == 0x22
         in_string = (np.cumsum(quotes) + inside) % 2 == 1
         inside = bool(in_string[-1])
