@@ -28,7 +28,7 @@ Float32 = npt.NDArray[np.float32]
 
 def mean_square(x: Float32) -> Float32:
     """E[x^2] over tokens of x [T, K], with a floor of 1e-4 of the mean, so that no channel is free: float32 [K]."""
-    square = np.mean(np.square(x, dtype=np.float64), axis=0)
+    square = np.einsum("tk,tk->k", x, x) / np.float32(len(x))
     return np.asarray(np.maximum(square, 1e-4 * square.mean()), np.float32)
 
 

@@ -61,7 +61,7 @@ class RopeTables:
 
     def __init__(self, backend: Backend, spec: ModelSpec) -> None:
         self.backend = backend
-        self.limit = spec.max_position_embeddings
+        self.limit = spec.max_context
         self.positions = 0
         self.ids: dict[RopeSpec, int] = dict.fromkeys((layer.attention.rope for layer in spec.layers), -1)
         self.grow(1)
@@ -384,9 +384,9 @@ def choose_kv_dtype(kv_dtype: str | None, quant: str) -> str:
 
 
 def choose_ctx_size(ctx_size: int, spec: ModelSpec) -> int:
-    if isinstance(ctx_size, bool) or not isinstance(ctx_size, int) or not 0 <= ctx_size <= spec.max_position_embeddings:
-        raise RequestError(f"context {ctx_size!r}; expected 0 to the model's maximum {spec.max_position_embeddings}")
-    return ctx_size or spec.max_position_embeddings
+    if isinstance(ctx_size, bool) or not isinstance(ctx_size, int) or not 0 <= ctx_size <= spec.max_context:
+        raise RequestError(f"context {ctx_size!r}; expected 0 to the model's maximum {spec.max_context}")
+    return ctx_size or spec.max_context
 
 
 def load(

@@ -156,15 +156,12 @@ class GenerationStream:
             self._reset_times()
             while True:
                 piece = self._accept(token, logprob)
-                if piece.finish_reason is not None:
-                    self.predicted_ms = (time.perf_counter() - started) * 1e3
-                    self._collect_times()
+                self.predicted_ms = (time.perf_counter() - started) * 1e3
                 yield piece
                 if piece.finish_reason is not None:
                     return
                 token, logprob = self._step([token])
                 self.decode_steps += 1
-                self.predicted_ms = (time.perf_counter() - started) * 1e3
         finally:
             self._end(self.finish_reason or "cancelled")
 
@@ -257,6 +254,7 @@ class GenerationStream:
         engine, steps = self.engine, self.decode_steps
         breakdown, share = None, None
         if steps and self.predicted_ms:
+            self._collect_times()
             breakdown = {name: float(self.stage_ns[int(getattr(Stage, name.upper()))]) / 1e6 / steps for name in STAGES}
             breakdown["other"] = self.predicted_ms / steps - sum(breakdown.values())
             share = breakdown["ffn"] * steps / self.predicted_ms

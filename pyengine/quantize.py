@@ -44,7 +44,7 @@ class Quantization:
     @property
     def searches(self) -> bool:
         """Whether scales are searched, so that calibration matters."""
-        return self.quant == "int4"
+        return self.quant in ("int8", "int4")
 
 
 def choose(quant: str, group_size: int | None = None, scheme: str | None = None) -> Quantization:

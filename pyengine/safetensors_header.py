@@ -31,7 +31,7 @@ MAX_DIM = 2**48 - 1
 MAX_OFFSET = 2**64 - 1
 READ_BYTES = 64 << 20
 METADATA = "__metadata__"
-ENTRY_KEYS = ("dtype", "shape", "data_offsets")
+ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
 # bits of one element of every dtype of the format
 DTYPE_BITS = {
@@ -121,33 +121,32 @@ def tensor_error(file: Path, name: str, found: str, expected: str) -> ModelForma
     return ModelFormatError(f"{file}: tensor {shown(name)}: {found}; expected {expected}")
 
 
-def _integer(file: Path, name: str, what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise tensor_error(file, name, f"{what} {shown(value)} must be an integer", "an integer")
-    if value < 0:
-        raise tensor_error(file, name, f"negative {what} {value}", "0 or more")
-    return value
+def _check_integers(file: Path, name: str, what: str, values: list[Any]) -> None:
+    for value in values:
+        if type(value) is not int:  # true and false are int in Python
+            raise tensor_error(file, name, f"{what} {shown(value)} must be an integer", "an integer")
+        if value < 0:
+            raise tensor_error(file, name, f"negative {what} {value}", "0 or more")
 
 
 def _parse_entry(file: Path, name: str, entry: Any, data_start: int, data_size: int) -> TensorInfo:
     """One header entry, checked alone; the layout of the file is _check_layout's."""
-    if len(name.encode()) > MAX_NAME_BYTES:
+    if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
         raise tensor_error(file, name, f"name too long, {len(name.encode())} bytes", f"at most {MAX_NAME_BYTES}")
     if not isinstance(entry, dict):
         raise tensor_error(file, name, "entry must be an object", "dtype, shape and data_offsets")
-    for key in ENTRY_KEYS:
-        if key not in entry:
-            raise tensor_error(file, name, f"missing key '{key}'", ", ".join(ENTRY_KEYS))
-    for key in entry:
-        if key not in ENTRY_KEYS:
-            raise tensor_error(file, name, f"unknown key {shown(key)}", ", ".join(ENTRY_KEYS))
+    if entry.keys() != ENTRY_KEYS:
+        absent = [f"missing key '{key}'" for key in sorted(ENTRY_KEYS) if key not in entry]
+        unknown = [f"unknown key {shown(key)}" for key in entry if key not in ENTRY_KEYS]
+        raise tensor_error(file, name, (absent + unknown)[0], ", ".join(sorted(ENTRY_KEYS)))
     dtype, offsets = entry["dtype"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise tensor_error(file, name, f"unknown dtype {shown(dtype)}", "one of " + ", ".join(sorted(DTYPE_BITS)))
     shape, size = _parse_shape(file, name, entry["shape"], dtype)
     if not isinstance(offsets, list) or len(offsets) != 2:
         raise tensor_error(file, name, f"data_offsets {shown(offsets)} must be a list of two", "[begin, end]")
-    begin, end = (_integer(file, name, "offset", offset) for offset in offsets)
+    _check_integers(file, name, "offset", offsets)
+    begin, end = offsets
     if end > MAX_OFFSET:
         raise tensor_error(file, name, f"offset {end} is too large", f"at most {MAX_OFFSET}")
     if end < begin:
@@ -166,11 +165,12 @@ def _parse_shape(file: Path, name: str, shape: Any, dtype: str) -> tuple[tuple[i
         raise tensor_error(file, name, f"shape {shown(shape)} must be a list", "a list of integers")
     if len(shape) > MAX_RANK:
         raise tensor_error(file, name, f"rank over {MAX_RANK}: {len(shape)} dimensions", f"at most {MAX_RANK}")
-    dims = tuple(_integer(file, name, "dim", dim) for dim in shape)
+    _check_integers(file, name, "dim", shape)
+    dims = tuple(shape)
     bits = math.prod(dims) * DTYPE_BITS[dtype]
     if bits // 8 > MAX_OFFSET:
         raise tensor_error(file, name, f"size overflows: {dtype} {list(dims)}", "less than 2^64 bytes")
-    if any(dim > MAX_DIM for dim in dims):
+    if dims and max(dims) > MAX_DIM:
         raise tensor_error(file, name, f"dim over 2^48-1 in {list(dims)}", f"at most {MAX_DIM}")
     if bits % 8:
         raise tensor_error(file, name, f"{bits} bits, not a whole number of bytes", "a multiple of 8 bits")
@@ -200,7 +200,8 @@ def _check_layout(file: Path, infos: list[TensorInfo], data_start: int, data_siz
             at, previous = end, info.name
     if at < data_size:
         found = f"data section is {data_size} bytes, tensors cover {at}, {data_size - at} bytes not covered"
-        raise ModelFormatError(f"{file}: {found}; expected no other bytes")
+        last = f" after tensor {shown(previous)}" if previous else ""
+        raise ModelFormatError(f"{file}: {found}{last}; expected no other bytes")
 
 
 def _read_header(file: CheckpointFile) -> bytes:

@@ -76,3 +76,18 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of context the model is made for.
+
+        A dynamic or yarn scaling whose original maximum is max_position_embeddings stretches that by its factor; where
+        the original maximum is smaller, max_position_embeddings already is the stretched one.
+        """
+        longest = self.max_position_embeddings
+        for layer in self.layers:
+            rope = layer.attention.rope
+            p = dict(rope.parameters)
+            if rope.rope_type in ("dynamic", "yarn") and p["original_max_position_embeddings"] >= self.max_position_embeddings:
+                longest = max(longest, int(self.max_position_embeddings * p["factor"]))
+        return longest

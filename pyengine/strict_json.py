@@ -24,8 +24,14 @@ SCAN_BYTES = 1 << 17  # of the text looked at at once; the arrays made of it are
 
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % MAX_NUMBER_CHARACTERS)
+_STRING = re.compile(rb'"[^"]*"')  # once escapes are gone
 _NEGATIVE_ZERO = re.compile(rb"(?<![0-9eE.])-0(?=[\s,\]}])")
 _UNICODE_ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_BRACKET = np.zeros(256, np.int8)
+_BRACKET[list(b"{[")] = 1
+_BRACKET[list(b"}]")] = -1
+_NUMBER = np.zeros(256, np.bool_)
+_NUMBER[list(b"-+.0123456789eE")] = True
 
 
 class DuplicateKeyError(ModelFormatError):
@@ -167,33 +173,35 @@ def _check_outside_strings(data: bytes, where: str, max_depth: int, max_objects:
     """Nesting, numbers and objects, counted before the parser builds anything: it is recursive and its numbers are not
     bounded. Text that is not JSON may be misjudged from its first error on; the parser stops there anyway."""
     depth = objects = 0
-    inside = False
+    inside = 0
     data = _ESCAPE.sub(b"  ", data) if b"\\" in data else data
-    overlap = MAX_NUMBER_CHARACTERS  # so that a number across two pieces is seen whole
-    tail = b""
+    last = b""  # the end of the piece before
+    long_run = False
     for at in range(0, len(data), SCAN_BYTES):
         piece: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8, min(SCAN_BYTES, len(data) - at), at)
-        quotes = piece == 0x22
-        in_string = (np.cumsum(quotes) + inside) % 2 == 1
-        inside = bool(in_string[-1])
-        masked = np.where(in_string, np.uint8(0x22), piece)
-        opening = (masked == 0x7B) | (masked == 0x5B)
-        closing = (masked == 0x7D) | (masked == 0x5D)
-        depths = depth + np.cumsum(opening.astype(np.int32) - closing.astype(np.int32))
-        if int(depths.max()) > max_depth:
-            raise ModelFormatError(f"{where}: nesting deeper than {max_depth}; expected flatter JSON")
-        depth = int(depths[-1])
-        objects += int((masked == 0x7B).sum())
+        parity = (np.cumsum(piece == 0x22, dtype=np.uint8) + np.uint8(inside)) & 1  # wrapping keeps the parity
+        inside = int(parity[-1])
+        masked = np.where(parity == 1, np.uint8(0x22), piece)
+        steps = _BRACKET[masked]
+        depths = depth + np.cumsum(steps[steps != 0], dtype=np.int64)
+        if depths.size:
+            if int(depths.max()) > max_depth:
+                raise ModelFormatError(f"{where}: nesting deeper than {max_depth}; expected flatter JSON")
+            depth = int(depths[-1])
+        objects += int(np.count_nonzero(masked == 0x7B))
         if max_objects is not None and objects > max_objects:
             raise ModelFormatError(f"{where}: more than {max_objects} {called}; expected fewer")
-        outside = tail + masked.tobytes()
-        if _LONG_NUMBER.search(outside):
-            raise ModelFormatError(f"{where}: number too large; expected fewer than {MAX_NUMBER_CHARACTERS} characters")
-        zero = _NEGATIVE_ZERO.search(outside)
+        whole = masked.size // 32 * 32
+        # A run of 64 fills one aligned block of 32 at least.
+        long_run = long_run or bool(_NUMBER[masked[:whole]].reshape(-1, 32).all(axis=1).any())
+        outside = last + masked.tobytes()
+        zero = _NEGATIVE_ZERO.search(outside) if b"-0" in outside else None
         if zero:
-            position = at - len(tail) + zero.start()
+            position = at - len(last) + zero.start()
             raise ModelFormatError(f"{where}: not JSON that all readers agree on: -0 at byte {position}; expected 0")
-        tail = outside[-overlap:]
+        last = outside[-4:]
+    if long_run and _LONG_NUMBER.search(_STRING.sub(b'""', data)):
+        raise ModelFormatError(f"{where}: number too large; expected fewer than {MAX_NUMBER_CHARACTERS} characters")
 
 
 def _check_surrogates(data: bytes, where: str) -> None:

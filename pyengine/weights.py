@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,14 @@ Importance = Mapping[
     str, npt.NDArray[np.float32]
 ]  # E[x^2] of the input channels by matrix: "qkv", "o", "gate_up", "down"
 Progress = Callable[[int, int, str], None]
+
+
+class Observer(Protocol):
+    """Calibration as the loader sees it: called with each layer's raw tensors in order, then asked for the head's."""
+
+    def __call__(self, layer: LayerSpec, raw: Raw) -> Importance: ...
+
+    def head_importance(self) -> npt.NDArray[np.float32]: ...
 
 
 def padded(n: int) -> int:
@@ -229,13 +237,12 @@ def load_weights(
     checkpoint: Checkpoint,
     spec: ModelSpec,
     quantization: Quantization,
-    observe: Callable[[LayerSpec, Raw], Importance] | None = None,
+    observe: Observer | None = None,
     progress: Progress | None = None,
 ) -> ModelWeights:
     """Read, quantize and pack a whole model.
 
-    observe: called with each layer's raw tensors, in order, and returns the importance of its matrices' input channels
-    (calibration); None leaves every channel the same.
+    observe: says how much each input channel of each matrix matters (calibration); None leaves all the same.
     Errors: ModelFormatError for NaN/Inf or a file that changed, ResourceError when memory runs out.
     """
     packer = Packer(backend, checkpoint)
@@ -259,11 +266,13 @@ def load_weights(
         progress(spec.num_layers, total, "loading")
     norm = as_float32(checkpoint.read("model.norm.weight"))
     weights.final_norm = packer.vector("model.norm.weight", [(norm, 0)], len(norm))
+    importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
-        weights.embed = weights.lm_head = pack_table(packer, "model.embed_tokens.weight", quantization.head)
+        name = "model.embed_tokens.weight"
+        weights.embed = weights.lm_head = pack_table(packer, name, quantization.head, importance_of_head)
     else:
         weights.embed = pack_rows(packer, "model.embed_tokens.weight")
-        weights.lm_head = pack_table(packer, "lm_head.weight", quantization.head)
+        weights.lm_head = pack_table(packer, "lm_head.weight", quantization.head, importance_of_head)
     weights.head_bytes = backend.tensor_size(weights.lm_head) - 64
     weights.packed_bytes = sum(backend.tensor_size(tensor) for tensor in packer.made)
     checkpoint.verify_unchanged()

@@ -72,8 +72,9 @@ Tensor::Tensor(const pe_tensor_desc& d) {
       v.scale_offset = 2 * kPanel * sizeof(float);
       v.minimum_offset = v.scale_offset + align_up(values, kAlign);
       v.data_offset = v.minimum_offset + align_up(values, kAlign);
-    } else {
-      v.data_offset = align_up(values * 2, kAlign);
+    } else if (d.group) {
+      v.scale_offset = kPanel * sizeof(float);
+      v.data_offset = v.scale_offset + align_up(values * 2, kAlign);
     }
     v.panel_bytes = align_up(v.data_offset + bytes_of_columns(d.format, v.padded_cols), kAlign);
     data_bytes = v.panel_bytes * static_cast<size_t>(v.panels);

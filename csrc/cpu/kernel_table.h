@@ -24,8 +24,8 @@ struct Packed {
   int64_t rows, cols;       // N, K
   int64_t padded_cols;      // K rounded up to the step of the format
   int64_t panels, groups;
-  // Inside a panel. PE_INT4_MIN: at 0 float32 [16] scale units, then [16] minimum units; scales uint8, minimums int8.
-  // Other integer formats: scales bfloat16, at scale_offset = 0.
+  // Inside a panel of an integer format: at 0 the units of its rows, float32 [16] for scales and, for PE_INT4_MIN, [16]
+  // for minimums; then per group [16] scales (int16; PE_INT4_MIN uint8) and minimums (int8), in those units; the data.
   size_t panel_bytes, scale_offset, minimum_offset, data_offset;
   uint8_t* data;
 };

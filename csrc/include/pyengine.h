@@ -63,8 +63,8 @@ PE_API int32_t pe_backend_threads(const pe_backend* backend);
 typedef enum pe_format {
   PE_F32 = 0,          /* P16 float32 */
   PE_BF16 = 1,         /* P16 bfloat16 */
-  PE_INT8 = 2,         /* P16 int8, symmetric, bf16 scale per group */
-  PE_INT4_SYM = 3,     /* P16 int4, q - 8, bf16 scale per group */
+  PE_INT8 = 2,         /* P16 int8, symmetric; scales 16 bits per group, in units of the row */
+  PE_INT4_SYM = 3,     /* P16 int4, q - 8; scales as for int8 */
   PE_INT4_MIN = 4,     /* P16 int4, scale * q + minimum: 8 bits each per group, in units of the row */
   PE_ROWS_F32 = 5,     /* row-major float32 (embedding) */
   PE_ROWS_BF16 = 6,    /* row-major bfloat16 (embedding) */

@@ -10,8 +10,8 @@ namespace pe {
 
 void Program::run(const pe_batch& batch) {
   const uint64_t start = now_ns();
-  check_batch(batch);
   batch_ = &batch;
+  check_batch(batch);
   for (int32_t s = 0; s < batch.sequences; ++s)
     std::fill(token_sequence_.begin() + batch.query_start[s], token_sequence_.begin() + batch.query_start[s + 1], s);
   tile_batch();

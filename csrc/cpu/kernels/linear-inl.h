@@ -43,24 +43,25 @@ struct Act {  // the numbers of one row of activations, by sub-block
 };
 
 template <int FORMAT>
-struct Scales {  // of one panel
-  const uint8_t* base;
-  const uint8_t* minimums;
+struct Scales {  // of one panel: the stored numbers, times the units of its rows
+  const uint8_t* scales;
+  const int8_t* minimums;
   F scale_unit, minimum_unit;
   Scales() = default;
-  Scales(const Packed& w, int64_t panel) : base(w.data + panel * w.panel_bytes), minimums(base + w.minimum_offset) {
-    if (!Weights<FORMAT>::kMinimum) return;
+  Scales(const Packed& w, int64_t panel) {
+    const uint8_t* base = w.data + panel * w.panel_bytes;
+    scales = base + w.scale_offset;
+    minimums = reinterpret_cast<const int8_t*>(base + w.minimum_offset);
     scale_unit = simd::load(reinterpret_cast<const float*>(base));
-    minimum_unit = simd::load(reinterpret_cast<const float*>(base) + kPanel);
-    base += w.scale_offset;
+    minimum_unit = simd::load(reinterpret_cast<const float*>(base) + (Weights<FORMAT>::kMinimum ? kPanel : 0));
   }
   F scale(int64_t group) const {
-    if (Weights<FORMAT>::kMinimum) return simd::mul(simd::load_u8(base + group * kPanel), scale_unit);
-    return simd::load_bf16(reinterpret_cast<const uint16_t*>(base) + group * kPanel);
+    const F steps = Weights<FORMAT>::kMinimum ? simd::load_u8(scales + group * kPanel)
+                                              : simd::load_i16(reinterpret_cast<const int16_t*>(scales) + group * kPanel);
+    return simd::mul(steps, scale_unit);
   }
   F minimum(int64_t group) const {
-    if (!Weights<FORMAT>::kMinimum) return simd::zero();
-    return simd::mul(simd::load_i8(reinterpret_cast<const int8_t*>(minimums) + group * kPanel), minimum_unit);
+    return Weights<FORMAT>::kMinimum ? simd::mul(simd::load_i8(minimums + group * kPanel), minimum_unit) : simd::zero();
   }
 };
 

@@ -61,11 +61,6 @@ inline void transpose_rows(PackArgs& a, float* w) {
 
 inline I clamp_int(I x, int low, int high) { return simd::imin(simd::imax(x, simd::iset1(low)), simd::iset1(high)); }
 
-inline F stored(F x) {  // as bfloat16 keeps it, never rounded up to infinity
-  const F most = simd::set1(3.38e38f);
-  return simd::as_float(round_bf16(simd::max(simd::min(x, most), simd::sub(simd::zero(), most))));
-}
-
 // 1 / x where |x| is large enough to divide by, else 0
 inline F safe_inverse(F x) {
   return simd::select_lt(simd::abs(x), simd::set1(1.2e-38f), simd::zero(), simd::div(simd::set1(1.0f), x));
@@ -204,7 +199,9 @@ inline void pack_int4_minimum(const Packed& t, uint8_t* panel, float* w, const f
   for (int64_t i = 0; i < t.groups; ++i) {
     const Group g = group_at(t, w, importance, i);
     const F wanted = simd::load(found + 2 * i * kPanel);
-    const I a = clamp_int(simd::round_int(simd::mul(wanted, scale_inverse)), 0, 255);
+    // a group that is not flat keeps at least one step beside much larger ones
+    const F steps = simd::max(simd::mul(wanted, scale_inverse), simd::select_lt(simd::zero(), wanted, simd::set1(1.0f), simd::zero()));
+    const I a = clamp_int(simd::round_int(steps), 0, 255);
     const F scale = simd::mul(simd::to_float(a), scale_unit);
     const F refit = refit_minimum(g, scale, simd::load(found + (2 * i + 1) * kPanel));
     const I b = clamp_int(simd::round_int(simd::mul(refit, minimum_inverse)), -127, 127);
@@ -246,15 +243,26 @@ inline F extreme_of(const Group& g) {
   return simd::select_lt(simd::sub(simd::zero(), low), high, high, low);
 }
 
-inline void store_bf16_scale(uint16_t* to, F scale, F amax) { simd::store_high16(to, simd::as_int(stored(simd::mul(scale, amax)))); }
+// Scales are int16 in units of the row: its largest magnitude, over a divisor no wanted scale exceeds, over 32767.
+constexpr float kSymmetricUnit = 1.0f / (5.0f * 32767.0f);
+constexpr float kInt8Unit = 1.0f / (110.0f * 32767.0f);
 
-// A stored scale in units of the row.
-inline F stored_scale(F scale, F amax) {
-  return divide_by(stored(simd::mul(scale, amax)), amax);
+// Never 0 for a group that is not, so that no group is lost beside a much larger one.
+inline I scale_steps(F scale, float unit) {
+  const I steps = clamp_int(simd::round_int(simd::div(scale, simd::set1(unit))), -32767, 32767);
+  const F size = simd::abs(scale), none = simd::zero();
+  const F least = simd::select_lt(none, size, simd::select_lt(scale, none, simd::set1(-1.0f), simd::set1(1.0f)), none);
+  const F stepped = simd::to_float(steps);
+  return simd::round_int(simd::select_lt(simd::abs(stepped), simd::set1(0.5f), least, stepped));
+}
+
+inline void store_steps(uint8_t* scales, int64_t group, I steps) {
+  simd::store_high16(reinterpret_cast<uint16_t*>(scales) + group * kPanel, simd::shl<16>(steps));
 }
 
 inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const float* importance) {
   const F amax = normalize_rows(w, t.cols);
+  simd::store(reinterpret_cast<float*>(panel), simd::mul(amax, simd::set1(kSymmetricUnit)));
   for (int64_t i = 0; i < t.groups; ++i) {
     const Group g = group_at(t, w, importance, i);
     const F extreme = extreme_of(g);
@@ -266,8 +274,9 @@ inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const
     }
     F scale = best.scale;
     for (int again = 0; again < 2; ++again) scale = fit_symmetric<-8, 7>(g, scale).scale;
-    store_bf16_scale(reinterpret_cast<uint16_t*>(panel) + i * kPanel, scale, amax);
-    const F inverse = safe_inverse(stored_scale(scale, amax));
+    const I steps = scale_steps(scale, kSymmetricUnit);
+    store_steps(panel + t.scale_offset, i, steps);
+    const F inverse = safe_inverse(simd::mul(simd::to_float(steps), simd::set1(kSymmetricUnit)));
     uint8_t* data = panel + t.data_offset + i * t.group * 8;
     for (int k = 0; k < g.n; k += 8)
       store_nibbles(data + k * 8, g.n, k, 8, [&](int c) {
@@ -276,27 +285,29 @@ inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const
   }
 }
 
-// int8 has steps so fine that what matters is the rounding of the scale itself (a bfloat16 rounded down clips the
-// largest value), so each candidate is measured as it would be stored.
+// int8 has steps so fine that a refit gains nothing: candidates are measured as they would be stored.
 inline void pack_int8(const Packed& t, uint8_t* panel, float* w, const float* importance) {
-  const F amax = normalize_rows(w, t.cols);
-  constexpr float kPlaces[] = {127.0f, 126.5f, 126.0f, 124.5f, 122.0f, 119.0f};
+  constexpr int kPlaces = 20;  // where the extreme lands: 127.2, 126.6 ...
+  const F amax = normalize_rows(w, t.cols), unit = simd::set1(kInt8Unit);
+  simd::store(reinterpret_cast<float*>(panel), simd::mul(amax, unit));
   for (int64_t i = 0; i < t.groups; ++i) {
     const Group g = group_at(t, w, importance, i);
     const F extreme = simd::abs(extreme_of(g));
     F best = simd::zero(), least = simd::set1(__builtin_inff());
-    for (const float place : kPlaces) {
-      const F scale = stored_scale(simd::mul(extreme, simd::set1(1.0f / place)), amax), inverse = safe_inverse(scale);
+    for (int c = 0; c < kPlaces; ++c) {
+      const float place = 127.2f - 0.6f * static_cast<float>(c);
+      const F steps = simd::to_float(scale_steps(simd::mul(extreme, simd::set1(1.0f / place)), kInt8Unit));
+      const F scale = simd::mul(steps, unit), inverse = safe_inverse(scale);
       F error = simd::zero();
       for (int k = 0; k < g.n; ++k) {
         const F q = round_clip<-127, 127>(simd::mul(g.at(k), inverse)), d = simd::sub(g.at(k), simd::mul(scale, q));
         error = simd::fma(simd::mul(g.h(k), d), d, error);
       }
-      best = simd::select_lt(error, least, scale, best);
+      best = simd::select_lt(error, least, steps, best);
       least = simd::select_lt(error, least, error, least);
     }
-    store_bf16_scale(reinterpret_cast<uint16_t*>(panel) + i * kPanel, best, amax);
-    const F inverse = safe_inverse(stored_scale(best, amax));
+    store_steps(panel + t.scale_offset, i, simd::round_int(best));
+    const F inverse = safe_inverse(simd::mul(best, unit));
     uint8_t* data = panel + t.data_offset + i * t.group * 16;
     for (int k = 0; k < g.n; k += 4) {
       I word = simd::izero();

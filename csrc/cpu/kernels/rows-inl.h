@@ -129,7 +129,8 @@ void gather_row(const Packed* weight, int64_t row, float* out) {
         const float minimum = static_cast<float>(reinterpret_cast<const int8_t*>(panel + w.minimum_offset)[g]) * units[kPanel + r];
         out[k] = __builtin_fmaf(scale, static_cast<float>(q), minimum);
       } else {
-        out[k] = bf16_to_float(reinterpret_cast<const uint16_t*>(panel)[g]) * static_cast<float>(q - (w.format == PE_INT8 ? 128 : 8));
+        const float scale = static_cast<float>(reinterpret_cast<const int16_t*>(panel + w.scale_offset)[g]) * units[r];
+        out[k] = scale * static_cast<float>(q - (w.format == PE_INT8 ? 128 : 8));
       }
     }
   }

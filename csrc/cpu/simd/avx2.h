@@ -93,6 +93,10 @@ inline void store_low8(int8_t* p, I x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), quads);
 }
 
+inline F load_i16(const int16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return to_float({_mm256_cvtepi16_epi32(_mm_loadu_si128(q)), _mm256_cvtepi16_epi32(_mm_loadu_si128(q + 1))});
+}
 inline F load_u8(const uint8_t* p) {
   const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return to_float({_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))});

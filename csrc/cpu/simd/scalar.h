@@ -85,6 +85,7 @@ inline F load_bf16(const uint16_t* p) {
 inline void store_high16(uint16_t* p, I a) { PE_LANES p[i] = static_cast<uint16_t>(static_cast<uint32_t>(a.v[i]) >> 16); }
 inline void store_low8(int8_t* p, I a) { PE_LANES p[i] = static_cast<int8_t>(a.v[i]); }
 
+inline F load_i16(const int16_t* p) { PE_MAP(F, static_cast<float>(p[i])); }
 inline F load_u8(const uint8_t* p) { PE_MAP(F, static_cast<float>(p[i])); }
 inline F load_i8(const int8_t* p) { PE_MAP(F, static_cast<float>(p[i])); }
 
