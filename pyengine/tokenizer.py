@@ -50,7 +50,7 @@ class Tokenizer:
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         # a token matched in the normalized text may be there without being in the text as it was written
-        self._hidden_specials = backend.normalizer is not None and any(
+        self.normalizes_special = backend.normalizer is not None and any(
             t.special and t.normalized for t in added.values()
         )
         self._quoting: tuple[Any, dict[str, str]] | None = None
@@ -124,7 +124,7 @@ class Tokenizer:
         return self._with_bos(self._run(backend, "".join(pieces), add_special_tokens), add_special_tokens)
 
     def _may_hold_special(self, text: str) -> bool:
-        return self._hidden_specials or (
+        return self.normalizes_special or (
             self.special_pattern is not None and self.special_pattern.search(text) is not None
         )
 

@@ -218,12 +218,14 @@ def test_template_file_and_arguments(engine: FakeEngine, tmp_path: Path) -> None
     assert shown(engine) == "Hi!"
 
 
-def test_wrong_templates_end_with_5(engine: FakeEngine, tmp_path: Path, capsys: Any) -> None:
+def test_wrong_templates_end_with_5_and_refused_messages_with_2(
+    engine: FakeEngine, tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "other.jinja"
     file.write_text("{{ messages[", encoding="utf-8")
     assert main(["generate", "-p", "Hi", "--chat-template", str(file)]) == 5
     file.write_text("{{ raise_exception('only one user message') }}", encoding="utf-8")
-    assert main(["generate", "-p", "Hi", "--chat-template", str(file)]) == 5
+    assert main(["generate", "-p", "Hi", "--chat-template", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "only one user message" in err
