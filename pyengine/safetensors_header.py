@@ -20,7 +20,7 @@ import safetensors
 
 from pyengine import strict_json
 from pyengine.errors import ModelFormatError, RequestError, ResourceError
-from pyengine.strict_json import DuplicateKeyError, open_error, shown
+from pyengine.strict_json import open_error, shown
 
 # Limits are named in the errors.
 MAX_HEADER_BYTES = 100_000_000
@@ -226,24 +226,24 @@ def _read_header(file: CheckpointFile) -> bytes:
     return file.read(8, length)
 
 
+def _duplicate(place: tuple[str, ...], key: str) -> str:
+    """What appears twice, in the words of the format."""
+    if not place:
+        return "key '__metadata__'" if key == METADATA else f"tensor name {shown(key)}"
+    return f"key {shown(key)} in " + (METADATA if place[0] == METADATA else f"tensor {shown(place[0])}")
+
+
 def parse_header(file: CheckpointFile) -> list[TensorInfo]:
     path = file.path
     raw = _read_header(file)
-    try:
-        header = strict_json.loads(
-            raw,
-            where=f"{path}: header",
-            max_bytes=MAX_HEADER_BYTES,
-            max_objects=MAX_TENSORS + 2,  # the root and __metadata__
-            objects=f"objects, over the tensor limit {MAX_TENSORS}",
-        )
-    except DuplicateKeyError as error:
-        if error.path == ():
-            what = "key '__metadata__'" if error.key == METADATA else f"tensor name {shown(error.key)}"
-        else:
-            owner = METADATA if error.path[0] == METADATA else f"tensor {shown(error.path[0])}"
-            what = f"key {shown(error.key)} in {owner}"
-        raise ModelFormatError(f"{path}: header: duplicate {what}; expected each once") from None
+    header = strict_json.loads(
+        raw,
+        where=f"{path}: header",
+        max_bytes=MAX_HEADER_BYTES,
+        max_objects=MAX_TENSORS + 2,  # the root and __metadata__
+        objects=f"objects, over the tensor limit {MAX_TENSORS}",
+        duplicate=_duplicate,
+    )
     if not isinstance(header, dict):
         raise ModelFormatError(
             f"{path}: header: root must be an object, is {type(header).__name__}; expected tensors by name"

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,6 @@ _BRACKET[list(b"{[")] = 1
 _BRACKET[list(b"}]")] = -1
 _NUMBER = np.zeros(256, np.bool_)
 _NUMBER[list(b"-+.0123456789eE")] = True
-
-
-class DuplicateKeyError(ModelFormatError):
-    """A key appears twice in one object. path: the keys that lead to that object; key: the one that is there twice."""
-
-    def __init__(self, where: str, path: tuple[str, ...], key: str) -> None:
-        place = " in " + ".".join(shown(part) for part in path) if path else ""
-        super().__init__(f"{where}: duplicate key {shown(key)}{place}; expected each key once")
-        self.path = path
-        self.key = key
 
 
 class _Twice(dict[str, Any]):
@@ -68,18 +59,20 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise open_error(path, error) from None
-    with os.fdopen(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ModelFormatError(f"{path}: not a regular file; expected a readable file")
         if status.st_size > max_bytes:
             raise ModelFormatError(f"{path}: {status.st_size} bytes; expected at most {max_bytes}")
-        try:
-            data = file.read(max_bytes + 1)
-        except OSError as error:
-            raise open_error(path, error) from None
-    if len(data) > max_bytes:
-        raise ModelFormatError(f"{path}: over {max_bytes} bytes; expected at most {max_bytes}")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            data = file.read(status.st_size + 1)  # a buffer of max_bytes would be allocated whole
+    except OSError as error:
+        raise open_error(path, error) from None
+    finally:
+        os.close(fd)
+    if len(data) != status.st_size:
+        raise ModelFormatError(f"{path}: changed while loading; expected {status.st_size} bytes")
     return data
 
 
@@ -100,13 +93,14 @@ def loads(
     max_depth: int = MAX_DEPTH,
     max_objects: int | None = None,
     objects: str = "objects",
+    duplicate: Callable[[tuple[str, ...], str], str] | None = None,
 ) -> Any:
     """Parse UTF-8 JSON. `where` opens every message (a file, or a file and what part of it).
 
     Errors: ModelFormatError for too many bytes, a BOM, bytes that are not UTF-8, nesting over max_depth, more than
     max_objects objects (called `objects` in the message), a number of 64 characters or more or out of range, -0 as an
-    integer, duplicate keys (DuplicateKeyError), NaN or Infinity, an unpaired surrogate, or anything that is not JSON;
-    with the position in bytes where there is one.
+    integer, duplicate keys (called what `duplicate` makes of the path to the object and the key), NaN or Infinity, an
+    unpaired surrogate, or anything that is not JSON; with the position in bytes where there is one.
     """
     if len(data) > max_bytes:
         raise ModelFormatError(f"{where}: {len(data)} bytes; expected at most {max_bytes}")
@@ -140,8 +134,14 @@ def loads(
         raise ModelFormatError(f"{where}: {error}; expected JSON") from None
     if twice:
         path, key = _find_twice(value) or ((), twice[0])
-        raise DuplicateKeyError(where, path, key)
+        what = (duplicate or _duplicate)(path, key)
+        raise ModelFormatError(f"{where}: duplicate {what}; expected each once")
     return value
+
+
+def _duplicate(path: tuple[str, ...], key: str) -> str:
+    place = " in " + ".".join(shown(part) for part in path) if path else ""
+    return f"key {shown(key)}{place}"
 
 
 def _constant(name: str) -> Any:

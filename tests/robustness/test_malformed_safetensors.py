@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,13 @@ def test_entry_is_refused(case: str, tmp_path: Path) -> None:
 def test_b37_100000_tensors_on_one_range(tmp_path: Path) -> None:
     head = {f"t{i}": entry() for i in range(100_000)}
     write(tmp_path, safetensors_bytes(head, bytes(4)))
-    for _ in range(2):
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
         with pytest.raises(ModelFormatError, match="tensor 't1': overlaps 't0'"):
             Checkpoint.open(tmp_path)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) <= 2  # under 1 s on the machine this was written on
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
