@@ -181,22 +181,20 @@ class Engine:
         (None = greedy; returns ids and log probabilities). On any error no sequence has changed.
         """
         built = program or self.program
-        counts = [len(ids) for _, ids in entries]
-        ends = np.zeros(len(entries) + 1, np.int32)
-        np.cumsum(counts, out=ends[1:])
-        if len(entries) == 1:
-            sequence, ids = entries[0]
-            token_ids = np.asarray(ids, np.int32)
-            positions = np.arange(sequence.length, sequence.length + len(ids), dtype=np.int32)
-        else:
-            token_ids = np.concatenate([np.asarray(ids, np.int32) for _, ids in entries])
-            positions = np.concatenate([np.arange(s.length, s.length + len(i), dtype=np.int32) for s, i in entries])
         for sequence, ids in entries:
             self.ropes.grow(sequence.length + len(ids))
             sequence.reserve(len(ids))
+        # one sequence is the path of every decode step: as little numpy as it takes
         if len(entries) == 1:
-            tables = [table.reshape(1, -1) for table in entries[0][0].tables]
+            sequence, ids = entries[0]
+            ends = np.array((0, len(ids)), np.int32)
+            token_ids = np.array(ids, np.int32)
+            positions = np.arange(sequence.length, sequence.length + len(ids), dtype=np.int32)
+            tables = [table.reshape(1, -1) for table in sequence.tables]
         else:
+            ends = np.cumsum([0, *(len(ids) for _, ids in entries)]).astype(np.int32)
+            token_ids = np.concatenate([np.array(ids, np.int32) for _, ids in entries])
+            positions = np.concatenate([np.arange(s.length, s.length + len(i), dtype=np.int32) for s, i in entries])
             width = max(len(s.tables[0]) for s, _ in entries)
             tables = [
                 np.stack([np.pad(s.tables[g], (0, width - len(s.tables[g]))) for s, _ in entries])
