@@ -198,7 +198,7 @@ class Tokenizer:
         return StreamDecoder(self._decoder, self._text_of)
 
     def _text_of(self, token_id: int) -> str | None:
-        if token_id in self._special_ids:
+        if token_id in self._special_ids or not 0 <= token_id < self.vocab_size:
             return None
         token: str | None = self._backend.id_to_token(token_id)
         return token

@@ -1,0 +1,486 @@
+"""The tokenizer: what is refused, BOS and special tokens, decoding token by token, stop strings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizers as tiny
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from pyengine.detokenize import BYTE_OF, read_decoder
+from pyengine.errors import TokenizerError
+from pyengine.tokenizer import StopMatcher, Tokenizer
+from pyengine.tokenizer_file import MAX_TOKENIZER_BYTES
+
+VOCAB = 300
+
+
+def load(folder: Path, tokenizer: Any, vocab_size: int = VOCAB, **settings: Any) -> Tokenizer:
+    return Tokenizer.load(tiny.write(folder, tokenizer, **settings), vocab_size=vocab_size)
+
+
+def ids_of(text: str) -> list[int]:
+    """Ids of the byte-level tokenizer without merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    character = {byte: c for c, byte in BYTE_OF.items()}
+    return [alphabet.index(character[byte]) for byte in text.encode()]
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*map(stream.push, ids), stream.finish()]
+
+
+# --- files that are refused
+
+
+def changed(change: Callable[[tiny.Document], object], base: Callable[[], Any] = tiny.byte_level) -> tiny.Document:
+    document = tiny.document(base())
+    change(document)
+    return document
+
+
+def set_merges(merges: list[Any]) -> Callable[[tiny.Document], object]:
+    return lambda d: d["model"].update(merges=merges)
+
+
+def sequence(key: str, *types: str) -> dict[str, Any]:
+    return {"type": "Sequence", key: [{"type": kind} for kind in types]}
+
+
+REFUSED = {
+    "Unigram": (changed(lambda d: d["model"].update(type="Unigram")), "'Unigram'"),
+    "WordPiece": (changed(lambda d: d["model"].update(type="WordPiece")), "'WordPiece'"),
+    "no model": (changed(lambda d: d.pop("model")), "model"),
+    "no vocab": (changed(lambda d: d["model"].pop("vocab")), "vocab"),
+    "mixed merges": (changed(set_merges(["a b", ["a", "b"]])), "merges"),
+    "merge of one": (changed(set_merges([["a"]])), "merge 0"),
+    "merge of three": (
+        changed(lambda d: d["model"].update(merges=["a b", "a b c"], vocab={"a": 0, "b": 1, "ab": 2})),
+        "merge 1",
+    ),
+    "merge of unknown": (changed(set_merges([["a", "zz"]])), "'zz'"),
+    "merge into unknown": (changed(set_merges([["a", "b"]])), "'ab'"),
+    "merge of numbers": (changed(set_merges([[1, 2]])), "merge 0"),
+    "float id": (changed(lambda d: d["model"]["vocab"].update(a=64.0)), "'64.0'"),
+    "text id": (changed(lambda d: d["model"]["vocab"].update(a="64")), "'64'"),
+    "true id": (changed(lambda d: d["model"]["vocab"].update(a=True)), "'True'"),
+    "negative id": (changed(lambda d: d["model"]["vocab"].update(a=-1)), "-1"),
+    "id twice": (changed(lambda d: d["model"]["vocab"].update(a=5)), "id 5"),
+    "added id of another": (changed(lambda d: d["added_tokens"][0].update(id=64)), "id 64"),
+    "added token of two ids": (changed(lambda d: d["added_tokens"][0].update(content="a")), "'a'"),
+    "added with a gap": (changed(lambda d: d["added_tokens"][1].update(id=270)), "270"),
+    "added without content": (changed(lambda d: d["added_tokens"][1].pop("content")), "added_tokens[1]"),
+    "pre_tokenizer": (changed(lambda d: d.update(pre_tokenizer={"type": "Guess"})), "'Guess'"),
+    "normalizer": (changed(lambda d: d.update(normalizer={"type": "Guess"})), "'Guess'"),
+    "in a sequence": (
+        changed(lambda d: d.update(normalizer=sequence("normalizers", "NFC", "Guess"))),
+        "'Guess'",
+    ),
+    "decoder": (changed(lambda d: d.update(decoder={"type": "CTC"})), "'CTC'"),
+    "decoder null": (changed(lambda d: d.update(decoder=None)), "decoder"),
+    "decoder steps": (
+        changed(lambda d: d.update(decoder=sequence("decoders", "Fuse", "ByteLevel"))),
+        "ByteLevel",
+    ),
+    "what only the package sees": (
+        changed(lambda d: d.update(normalizer={"type": "Replace"})),
+        "the tokenizers package",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_tokenizers_are_refused(tmp_path: Path, case: str) -> None:
+    document, says = REFUSED[case]
+    tiny.write(tmp_path, document)
+    before = sorted((path.name, path.read_bytes()) for path in tmp_path.iterdir())
+    with pytest.raises(TokenizerError) as caught:
+        Tokenizer.load(tmp_path, vocab_size=VOCAB)
+    assert "tokenizer.json" in str(caught.value)
+    assert says in str(caught.value)
+    assert sorted((path.name, path.read_bytes()) for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "no such file"),
+        (b"", "expected JSON"),
+        (b"hello", "expected JSON"),
+        (b"[]", "the root is a list"),
+        (b"\xff", "expected JSON"),
+        (b'\xef\xbb\xbf{"model": {}}', "expected JSON"),
+        (b'{"model": 1, "model": 2}', "duplicate key 'model'"),
+        (b'{"model": NaN}', "NaN"),
+        (b"[" * 100_000, "expected JSON"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, data: bytes | None, says: str) -> None:
+    if data is not None:
+        (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json") as caught:
+        Tokenizer.load(tmp_path, vocab_size=VOCAB)
+    assert says in str(caught.value)
+
+
+def test_a_file_of_600_mebibytes_is_refused_unread(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(600 << 20)
+    started = time.monotonic()
+    with pytest.raises(TokenizerError, match=f"{600 << 20} bytes; expected at most {MAX_TOKENIZER_BYTES}"):
+        Tokenizer.load(tmp_path, vocab_size=VOCAB)
+    assert time.monotonic() - started < 1
+
+
+def test_more_ids_than_embedding_rows(tmp_path: Path) -> None:
+    assert load(tmp_path, tiny.byte_level(), 258).vocab_size == 258
+    with pytest.raises(TokenizerError, match=r"up to 257 \(258 ids\), but the model has 257 embedding rows"):
+        load(tmp_path, tiny.byte_level(), 257)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"eos_token": "</s>"}, "eos_token '</s>' is not in the vocabulary"),
+        ({"bos_token": 5}, "bos_token is '5'"),
+        ({"add_bos_token": "yes"}, "add_bos_token is 'yes'"),
+        ({"add_bos_token": True}, "add_bos_token without a bos_token"),
+        ({"additional_special_tokens": "x"}, "additional_special_tokens"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        load(tmp_path, tiny.byte_level(), **settings)
+    assert says in str(caught.value)
+
+
+# --- files that must load
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_merges_as_strings_and_as_pairs(tmp_path: Path, pairs: bool) -> None:
+    document = tiny.document(tiny.byte_level(merges=(("h", "i"), ("hi", "t"))))
+    merges = document["model"]["merges"]
+    document["model"]["merges"] = merges if pairs else [" ".join(merge) for merge in merges]
+    tokenizer = load(tmp_path, document)
+    assert tokenizer.encode("hit") == [257]
+    assert tokenizer.encode("hi t") == [256, *ids_of(" t")]
+
+
+def test_a_merge_with_a_space_inside_loads_as_a_pair(tmp_path: Path) -> None:
+    document = changed(lambda d: d["model"]["vocab"].update({" ": 256, " a": 257}))
+    document["added_tokens"] = []
+    document["pre_tokenizer"] = None
+    document["model"]["merges"] = [[" ", "a"]]
+    assert load(tmp_path, document).encode(" a") == [257]
+    document["model"]["merges"] = ["  a"]  # as a string it has three parts
+    with pytest.raises(TokenizerError, match="merge 0"):
+        load(tmp_path, document)
+
+
+def test_tokenizer_json_wins_over_the_class_named_beside_it(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level(), tokenizer_class="LlamaTokenizer", clean_up_tokenization_spaces=True)
+    text = "theorem t (a b : \u2115) , 's ."
+    assert tokenizer.encode(text) == ids_of(text)
+    assert tokenizer.decode(ids_of(text)) == text
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    tokenizer = tiny.byte_level()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
+    assert load(tmp_path, tokenizer).encode("abcd") == ids_of("abcd")
+
+
+# --- BOS and special tokens
+
+
+def test_the_post_processor_decides_about_bos(tmp_path: Path) -> None:
+    tokenizer = load(
+        tmp_path, tiny.byte_level(post=tiny.bos_processor()), bos_token=tiny.SPECIAL[0], add_bos_token=False
+    )
+    assert tokenizer.encode("a") == [256, *ids_of("a")]
+    assert tokenizer.encode("") == [256]
+    assert tokenizer.encode("a<|im_end|>", parse_special=False) == [256, *ids_of("a<|im_end|>")]
+    assert tokenizer.encode("a", add_special_tokens=False) == ids_of("a")
+
+
+@pytest.mark.parametrize(("add", "expected"), [(True, [256]), (False, []), (None, [])])
+def test_without_a_post_processor_add_bos_token_decides(tmp_path: Path, add: bool | None, expected: list[int]) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level(), bos_token={"content": tiny.SPECIAL[0]}, add_bos_token=add)
+    assert tokenizer.encode("a") == expected + ids_of("a")
+    assert tokenizer.encode("<|im_end|>", parse_special=False) == expected + ids_of("<|im_end|>")
+    assert tokenizer.encode("a", add_special_tokens=False) == ids_of("a")
+
+
+def test_special_tokens_by_name(tmp_path: Path) -> None:
+    settings = {"bos_token": {"content": "<|im_start|>", "lstrip": False}, "eos_token": "<|im_end|>", "pad_token": None}
+    tokenizer = load(tmp_path, tiny.byte_level(), **settings)
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", 256)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 257)
+    assert tokenizer.token_names == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    plain = load(tmp_path / "plain", tiny.byte_level())
+    assert (plain.bos_token_id, plain.eos_token_id) == (None, None)
+
+
+def test_a_named_token_that_the_file_has_as_plain_vocabulary_is_special(tmp_path: Path) -> None:
+    document = changed(lambda d: d["model"]["vocab"].update({"</s>": 256}))
+    document["added_tokens"] = []
+    assert load(tmp_path / "plain", document).encode("</s>") == ids_of("</s>")
+    tokenizer = load(tmp_path, document, eos_token="</s>")
+    assert tokenizer.encode("a</s>") == [*ids_of("a"), 256]
+    assert tokenizer.decode([*ids_of("a"), 256]) == "a"
+    assert tokenizer.encode("a</s>", parse_special=False) == ids_of("a</s>")
+
+
+def test_special_tokens_in_text_are_parsed_or_not(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level(merges=(("<", "|"), ("i", "m"))))
+    text = "a <|im_end|> b<|im_start|>"
+    assert tokenizer.encode(text) == [*ids_of("a "), 259, *ids_of(" b"), 258]
+    plain = tokenizer.encode(text, parse_special=False)
+    assert not {258, 259} & set(plain)
+    assert tokenizer.decode(plain) == text
+    reference = tiny.byte_level(merges=(("<", "|"), ("i", "m")))
+    reference.encode_special_tokens = True
+    assert plain == reference.encode(text).ids
+
+
+def test_a_special_token_in_the_vocabulary_is_no_way_around(tmp_path: Path) -> None:
+    """ignore_merges takes a whole word from the vocabulary: the package's own switch still finds the special token."""
+    document = changed(lambda d: d["model"]["vocab"].update({"<e>": 256}))
+    document["added_tokens"] = [{**document["added_tokens"][0], "id": 256, "content": "<e>"}]
+    document["model"]["ignore_merges"] = True
+    document["pre_tokenizer"]["use_regex"] = False
+    tokenizer = load(tmp_path, document)
+    package = Backend.from_str(json.dumps(document))
+    package.encode_special_tokens = True
+    assert package.encode("<e>").ids == [256]
+    assert tokenizer.encode("<e>", parse_special=False) == ids_of("<e>")
+    assert tokenizer.encode("<e>") == [256]
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_parts_are_encoded_as_one_text(tmp_path: Path, legacy: bool) -> None:
+    """Space prefixes and merges do not see the borders of parts; a token across one is text."""
+    tokenizer = load(tmp_path, tiny.sentencepiece(legacy=legacy))
+    whole = "<s>ab </s>hi ab"
+    assert tokenizer.encode_parts(
+        [("<s>a", True), ("b ", False), ("</s>h", True), ("i ab", False)]
+    ) == tokenizer.encode(whole, add_special_tokens=False)
+    assert tokenizer.encode_parts([("</s>", True)]) == [2]
+    for second in (True, False):
+        quoted = tokenizer.encode_parts([("</", True), ("s>", second)])
+        assert quoted == tokenizer.encode("</s>", add_special_tokens=False, parse_special=False)
+        assert 2 not in quoted
+
+
+def test_a_special_token_matched_in_normalized_text_is_quoted_too(tmp_path: Path) -> None:
+    base = tiny.byte_level(special=())
+    base.normalizer = normalizers.Lowercase()
+    base.add_special_tokens([AddedToken("<end>", special=True, normalized=True)])
+    tokenizer = load(tmp_path, base)
+    assert tokenizer.encode("<END>") == [256]
+    assert tokenizer.encode("<END>", parse_special=False) == ids_of("<end>")
+
+
+def test_unpaired_surrogates_are_refused(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level())
+    for parse in (True, False):
+        with pytest.raises(TokenizerError, match="unpaired surrogate at character 2"):
+            tokenizer.encode("ab\ud800", parse_special=parse)
+    assert tokenizer.encode("ab") == ids_of("ab")
+
+
+def test_catastrophic_backtracking_ends(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.backtracking())
+    started = time.monotonic()
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json.*backtracking"):
+        tokenizer.encode("a" * 40 + "b")
+    assert time.monotonic() - started < 5
+    assert tokenizer.encode("b") == ids_of("b")
+
+
+def test_half_a_mebibyte_of_one_letter(tmp_path: Path) -> None:
+    merges = (("a", "a"), ("aa", "aa"), ("aaaa", "aaaa"))
+    tokenizer = load(tmp_path, tiny.byte_level(merges=merges))
+    started = time.monotonic()
+    assert tokenizer.encode("a" * (512 << 10)) == [258] * (64 << 10)
+    assert time.monotonic() - started < 10
+
+
+# --- decoding
+
+
+def test_all_bytes_round_trip(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level())
+    assert len(BYTE_OF) == 256
+    assert set(BYTE_OF.values()) == set(range(256))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    for i, character in enumerate(alphabet):
+        data = bytes([BYTE_OF[character]])
+        assert tokenizer.decode([i]) == data.decode("utf-8", "replace")
+    text = "\nfoo \U0001f917 bar   \u010d\r\n\x00"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_an_unfinished_character_is_held_back(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level())
+    face = ids_of("\U0001f917")
+    assert streamed(tokenizer, face) == ["", "", "", "\U0001f917", ""]
+    assert streamed(tokenizer, face[:3]) == ["", "", "", "\ufffd"]
+    assert streamed(tokenizer, [*face[:3], *ids_of("ab")]) == ["", "", "", "\ufffda", "b", ""]
+    assert streamed(tokenizer, [*face[:2], 257, *face[2:]])[-2] == "\U0001f917"  # a special token has no bytes
+
+
+@pytest.mark.parametrize("data", [b"\xc0\x80", b"\xf5", b"\x80", b"\xed\xa0\x80", b"\xe0\x80", b"\xf0\x80\x80\x80"])
+def test_bytes_that_never_become_a_character_come_at_once(tmp_path: Path, data: bytes) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    id_of = {BYTE_OF[c]: i for i, c in enumerate(alphabet)}
+    ids = [id_of[byte] for byte in data] + ids_of("x")
+    pieces = streamed(tokenizer, ids)
+    assert pieces[-2:] == ["x", ""]
+    assert "".join(pieces) == tiny.byte_level().decode(ids)
+    assert "".join(pieces[: len(data)]) == "\ufffd" * len(data)
+
+
+def test_padding_rows_and_special_tokens_have_no_text(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level())
+    assert tokenizer.decode([*ids_of("a"), 258, 299, 256, *ids_of("b"), 10**12]) == "ab"
+
+
+def test_an_added_token_outside_the_byte_table_stands_for_itself(tmp_path: Path) -> None:
+    base = tiny.byte_level()
+    base.add_tokens([AddedToken("two words \u4e2d", normalized=False)])
+    tokenizer = load(tmp_path, base)
+    assert tokenizer.decode([258, *ids_of("!")]) == base.decode([258, *ids_of("!")]) == "two words \u4e2d!"
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("text", ["hi ab", " hi", "  ab", "", "\U0001f917 z\u00e9", "hi\nab", "\u2581"])
+def test_sentencepiece_decodes_as_the_package_does(tmp_path: Path, legacy: bool, text: str) -> None:
+    base = tiny.sentencepiece(legacy=legacy)
+    tokenizer = load(tmp_path, base)
+    ids = tokenizer.encode(text)
+    assert ids == base.encode(text).ids
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == base.decode(ids)
+    if text != "\u2581" and (legacy or text[:1] != " "):  # else the prefix is not added to what has one
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_wrong_byte_does_not_take_the_right_characters_with_it(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.sentencepiece())
+    ids = [3 + byte for byte in "\u00e9".encode()] + [3 + 0x80]
+    assert streamed(tokenizer, ids) == ["", "\u00e9", "\ufffd", ""]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_metaspace_decodes_as_the_package_does(tmp_path: Path, scheme: str) -> None:
+    base = tiny.sentencepiece(legacy=False)
+    base.decoder = decoders.Metaspace(replacement=tiny.SPACE, prepend_scheme=scheme)
+    tokenizer = load(tmp_path, base)
+    for text in ("hi ab", "  hi", "a  b "):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == base.decode(ids)
+
+
+def test_decoders_that_would_be_read_wrongly_are_refused() -> None:
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 1}
+    for steps in (
+        [{"type": "Fuse"}, strip],
+        [{**strip, "stop": 0}],
+        [{"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}],
+    ):
+        with pytest.raises(ValueError, match="decoder"):
+            read_decoder({"type": "Sequence", "decoders": steps})
+
+
+# --- threads and processes
+
+
+def test_many_threads_use_one_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, tiny.byte_level())
+    expected = (ids_of("a<|im_end|>b"), [*ids_of("a"), 257, *ids_of("b")])
+    wrong: list[Any] = []
+
+    def work() -> None:
+        for _ in range(200):
+            got = (tokenizer.encode("a<|im_end|>b", parse_special=False), tokenizer.encode("a<|im_end|>b"))
+            if got != expected:
+                wrong.append(got)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_can_encode(tmp_path: Path) -> None:
+    tiny.write(tmp_path, tiny.byte_level())
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom pyengine.tokenizer import Tokenizer\n"
+        "t = Tokenizer.load(Path(sys.argv[1]), vocab_size=300)\nhere = t.encode('abc')\nchild = os.fork()\n"
+        "if child == 0:\n    os._exit(0 if t.encode('abc') == here else 1)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+# --- stop strings
+
+
+def matched(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    matcher = StopMatcher(stops)
+    out = []
+    for piece in pieces:
+        text, stopped = matcher.push(piece)
+        out.append(text)
+        if stopped:
+            assert matcher.push("more") == ("", True)
+            assert matcher.finish() == ""
+            return out, matcher.matched
+    return [*out, matcher.finish()], matcher.matched
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "expected"),
+    [
+        ([], ["a", "b"], (["a", "b", ""], None)),
+        (["END"], ["text E", "N", "D more"], (["text ", "", ""], "END")),
+        (["END"], ["E", "N", "x"], (["", "", "ENx", ""], None)),
+        (["END"], ["EN", "EN", "D"], (["", "EN", ""], "END")),
+        (["END"], ["ab", "EN"], (["ab", "", "EN"], None)),
+        (["aab"], ["a", "a", "a", "b"], (["", "", "a", ""], "aab")),
+        (["DEFG"], ["ABCDEFGHIJ"], (["ABC"], "DEFG")),
+        (["b", "abc"], ["abc"], (["a"], "b")),
+        (["bc", "abc"], ["ab", "c"], (["", ""], "abc")),
+        (["abcd", "bc"], ["a", "b", "c"], (["", "", "a"], "bc")),
+        (["\n\n"], ["x\n", "y\n", "\nz"], (["x", "\ny", ""], "\n\n")),
+        (["x"], ["", "x"], (["", ""], "x")),
+    ],
+)
+def test_stop_strings(stops: list[str], pieces: list[str], expected: tuple[list[str], str | None]) -> None:
+    assert matched(stops, pieces) == expected
+
+
+def test_stop_strings_cost_time_in_the_length_of_the_text_alone() -> None:
+    matcher = StopMatcher(["a" * 1023 + "b"] * 1)
+    started = time.monotonic()
+    for _ in range(20_000):
+        matcher.push("a")
+    assert matcher.finish() == "a" * 1023
+    assert time.monotonic() - started < 10
