@@ -156,10 +156,10 @@ inline uint16_t float_to_bf16(float x) {  // nearest even; NaN stays NaN
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// K block [dim][32], V block [32][stride]. The first token of a block clears it: what an earlier owner left there may
-// be infinite, and 0 times that would be NaN.
+// K block [dim][32], V block [32][stride]. What an earlier owner left in other slots is never used: scores of keys outside
+// a row's range are overwritten, and values are read only of keys that some row of the tile wants. So the tokens of a
+// block may be stored in any order, by any threads.
 void store_k(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype) {
-  if (slot == 0) __builtin_memset(block, 0, static_cast<size_t>(dim) * kKvBlock * (dtype == PE_SRC_F32 ? 4 : 2));
   for (int32_t d = 0; d < dim; ++d) {
     if (dtype == PE_SRC_F32) reinterpret_cast<float*>(block)[d * kKvBlock + slot] = k[d];
     else reinterpret_cast<uint16_t*>(block)[d * kKvBlock + slot] = float_to_bf16(k[d]);
@@ -167,7 +167,6 @@ void store_k(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t 
 }
 
 void store_v(const float* v, uint8_t* block, int32_t slot, int32_t dim, int32_t stride, int32_t dtype) {
-  if (slot == 0) __builtin_memset(block, 0, static_cast<size_t>(stride) * kKvBlock * (dtype == PE_SRC_F32 ? 4 : 2));
   for (int32_t d = 0; d < dim; ++d) {
     if (dtype == PE_SRC_F32) reinterpret_cast<float*>(block)[slot * stride + d] = v[d];
     else reinterpret_cast<uint16_t*>(block)[slot * stride + d] = float_to_bf16(v[d]);
