@@ -1,0 +1,533 @@
+"""Bad and unusual config.json and generation_config.json of the Llama, Mistral, Qwen2 and Qwen3 kinds.
+
+Ids are those of the case list, section D and the positives. Every refusal names file, key and value.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import write_tiny_model
+from refusal import assert_refused
+
+from pyengine.checkpoint import Checkpoint
+from pyengine.config import load_model_spec
+from pyengine.errors import ModelFormatError, PyEngineError, ResourceError, UnsupportedModelError
+from pyengine.families import FAMILIES, check_tensors
+from pyengine.spec import ModelSpec
+
+Config = dict[str, Any]
+Changes = dict[str, Any]
+
+LLAMA: Config = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+BASES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+GONE = object()  # a change that takes the key away
+BAD, UNSUPPORTED = ModelFormatError, UnsupportedModelError
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A good model of each kind. Tests link to its weights and write their own config beside them."""
+    return {kind: write_tiny_model(tmp_path_factory.mktemp(kind), base) for kind, base in BASES.items()}
+
+
+@pytest.fixture
+def make(tmp_path: Path, models: dict[str, Path]) -> Callable[..., Path]:
+    """A model folder: kind, then changes of its config; weights stay those of the unchanged config."""
+
+    def model(kind: str = "llama", /, **changes: Any) -> Path:
+        config = {key: value for key, value in {**BASES[kind], **changes}.items() if value is not GONE}
+        return write(tmp_path, json.dumps(config), models[kind])
+
+    return model
+
+
+def write(folder: Path, config: str | bytes, weights: Path | None = None) -> Path:
+    raw = config.encode() if isinstance(config, str) else config
+    (folder / "config.json").write_bytes(raw)
+    link = folder / "model.safetensors"
+    if weights is not None and not link.exists():
+        link.symlink_to(weights / "model.safetensors")
+    return folder
+
+
+def load(folder: Path, *, strict: bool = False) -> tuple[ModelSpec, list[str]]:
+    spec = load_model_spec(folder, strict=strict)
+    with Checkpoint.open(folder) as checkpoint:
+        return spec, check_tensors(spec, checkpoint.tensors, folder)
+
+
+def refused(folder: Path, error: type[PyEngineError], *texts: str, strict: bool = False, small: bool = True) -> str:
+    return assert_refused(lambda: load(folder, strict=strict), error, texts, folder, small=small)
+
+
+def key(name: str, value: str) -> tuple[str, str]:
+    return "config.json: ", f"key '{name}': '{value}'"
+
+
+def scaling(rope_type: Any = "yarn", **parameters: Any) -> Changes:
+    return {"rope_scaling": {"rope_type": rope_type, **parameters}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+# ---- D01, D02: the file as JSON ---------------------------------------------------------------------------------
+
+FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
+    "D01-empty": ("", ("empty",)),
+    "D01-not-json": ("hidden_size: 64", ("not JSON", "at byte 0")),
+    "D01-cut-short": (json.dumps(LLAMA)[:-9], ("not JSON", "at byte")),
+    "D01-root-list": ("[]", ("root is list",)),
+    "D01-root-null": ("null", ("root is NoneType",)),
+    "D01-bom": (b"\xef\xbb\xbf" + json.dumps(LLAMA).encode(), ("BOM not allowed",)),
+    "D01-latin-1": ('{"a":"é"}'.encode("latin-1"), ("not UTF-8 at byte 6",)),
+    "D01-17-mib": (b" " * (17 << 20), ("17825792 bytes", "16777216")),
+    "D01-nan": (json.dumps({**LLAMA, "rms_norm_eps": float("nan")}), ("literal NaN",)),
+    "D01-infinity": (json.dumps({**LLAMA, "rope_theta": float("inf")}), ("literal Infinity",)),
+    "D01-minus-infinity": (json.dumps({**LLAMA, "rope_theta": float("-inf")}), ("literal -Infinity",)),
+    "D02": ('{"hidden_size":48,"hidden_size":64}', ("duplicate key 'hidden_size'",)),
+    "D02-inside": ('{"rope_scaling":{"factor":1,"factor":2}}', ("duplicate key 'factor' in 'rope_scaling'",)),
+    "D15-1e400": (json.dumps(LLAMA).replace("10000.0", "1e400"), ("1e400 is out of range",)),
+    "D19-factor-nan": (json.dumps({**LLAMA, **scaling("linear", factor=float("nan"))}), ("literal NaN",)),
+}
+
+
+@pytest.mark.parametrize("row", FILES)
+def test_file_is_refused(row: str, tmp_path: Path, models: dict[str, Path]) -> None:
+    content, texts = FILES[row]
+    refused(write(tmp_path, content, models["llama"]), BAD, "config.json: ", *texts)
+
+
+def test_d01_missing(tmp_path: Path) -> None:
+    refused(tmp_path, BAD, "config.json: no such file")
+
+
+# ---- values -----------------------------------------------------------------------------------------------------
+
+BAD_SIZES = {"0": 0, "-64": -64, "64.5": 64.5, "64": "64", "True": True, "1e+30": 1e30, "2147483648": 2**31}
+BAD_SIZES["9223372036854775808"] = 2**63
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("text", BAD_SIZES)
+def test_d04_size(name: str, text: str, make: Callable[..., Path]) -> None:
+    refused(make(**{name: BAD_SIZES[text]}), BAD, *key(name, text), "expected")
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"])
+def test_d04_size_is_missing(name: str, make: Callable[..., Path]) -> None:
+    refused(make(**{name: GONE}), BAD, "config.json: ", f"key '{name}' is missing")
+
+
+# row -> kind, changes, error, texts
+ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
+    "D03": ("llama", {"model_type": "rwkv"}, UNSUPPORTED, (*key("model_type", "rwkv"), "llama, mistral, qwen2, qwen3")),
+    "D03-architecture": (
+        "llama", {"architectures": ["RwkvForCausalLM"]}, UNSUPPORTED,
+        (*key("architectures", "RwkvForCausalLM"), *FAMILIES),
+    ),
+    "D03-no-architecture": (
+        "llama", {"architectures": GONE, "model_type": "rwkv"}, UNSUPPORTED, ("config.json: ", "'rwkv'", *FAMILIES)
+    ),
+    "D03-architectures-empty": ("llama", {"architectures": []}, BAD, key("architectures", "[]")),
+    "D03-architectures-number": ("llama", {"architectures": [7]}, BAD, key("architectures", "[7]")),
+    "D03-two-kinds": ("llama", {"model_type": "qwen2"}, UNSUPPORTED, key("model_type", "qwen2")),
+    "D08-heads-0": ("llama", {"num_attention_heads": 0}, BAD, key("num_attention_heads", "0")),
+    "D08": (
+        "llama", {"hidden_size": 1792, "num_attention_heads": 24, "num_key_value_heads": 8}, BAD,
+        (*key("hidden_size", "1792"), "divisible by num_attention_heads 24"),
+    ),
+    "D09-more-than-heads": ("llama", {"num_key_value_heads": 12}, BAD, key("num_key_value_heads", "12")),
+    "D09-6-and-4": ("llama", {"num_key_value_heads": 4}, BAD, (*key("num_key_value_heads", "4"), "divisor")),
+    "D10-0": ("qwen3", {"head_dim": 0}, BAD, key("head_dim", "0")),
+    "D10-odd": ("qwen3", {"head_dim": 3}, BAD, (*key("head_dim", "3"), "even")),
+    "D10-odd-from-hidden": ("llama", {"hidden_size": 18}, BAD, (*key("head_dim", "3"), "even")),
+    "D10-negative": ("qwen3", {"head_dim": -16}, BAD, key("head_dim", "-16")),
+    "D10-2^20": ("qwen3", {"head_dim": 2**20}, BAD, key("head_dim", "1048576")),
+    "D14-0": ("llama", {"rms_norm_eps": 0}, BAD, key("rms_norm_eps", "0")),
+    "D14-negative": ("llama", {"rms_norm_eps": -1}, BAD, key("rms_norm_eps", "-1")),
+    "D14-text": ("llama", {"rms_norm_eps": "1e-6"}, BAD, key("rms_norm_eps", "1e-6")),
+    "D15-0": ("llama", {"rope_theta": 0}, BAD, key("rope_theta", "0")),
+    "D15-negative": ("llama", {"rope_theta": -1}, BAD, key("rope_theta", "-1")),
+    "D15-text": ("llama", {"rope_theta": "10000"}, BAD, key("rope_theta", "10000")),
+    "D15-true": ("llama", {"rope_theta": True}, BAD, key("rope_theta", "True")),
+    "D15-inside": (
+        "llama", {"rope_theta": GONE, "rope_parameters": {"rope_type": "default", "rope_theta": 0}}, BAD,
+        key("rope_parameters.rope_theta", "0"),
+    ),
+    "D15-two-thetas": (
+        "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, BAD,
+        ("key 'rope_theta': 10000.0", "500000.0", "differ"),
+    ),
+    "D16": (
+        "llama", scaling("su", factor=2.0), UNSUPPORTED,
+        (*key("rope_scaling.rope_type", "su"), "default, linear, dynamic, llama3, yarn"),
+    ),
+    "D16-old-name": ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, UNSUPPORTED, ("rope_type': 'su'",)),
+    "D16-disagree": (
+        "llama", {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, BAD,
+        ("type 'linear' and rope_type 'dynamic' differ",),
+    ),
+    "D16-number": ("llama", scaling(3), BAD, key("rope_scaling.rope_type", "3")),
+    "D16-none": ("llama", {"rope_scaling": {"factor": 2.0}}, BAD, ("key 'rope_scaling'", "has no rope_type")),
+    "D16-text": ("llama", {"rope_scaling": "linear"}, BAD, key("rope_scaling", "linear")),
+    "D18": (
+        "llama", scaling("llama3", **{**LLAMA3, "high_freq_factor": 1.0}), BAD,
+        (*key("rope_scaling.high_freq_factor", "1.0"), "above low_freq_factor 1.0"),
+    ),
+    "D18-missing": (
+        "llama", scaling("llama3", factor=8.0, high_freq_factor=4.0), BAD,
+        ("key 'rope_scaling.low_freq_factor' is missing",),
+    ),
+    "D19-factor-0": ("llama", scaling("linear", factor=0), BAD, key("rope_scaling.factor", "0")),
+    "D19-factor-negative": ("llama", scaling("yarn", factor=-2), BAD, key("rope_scaling.factor", "-2")),
+    "D19-factor-below-1": ("llama", scaling("dynamic", factor=0.5), BAD, key("rope_scaling.factor", "0.5")),
+    "D19-factor-missing": ("llama", scaling("yarn"), BAD, ("key 'rope_scaling.factor' is missing",)),
+    "D19-factor-text": ("llama", scaling("linear", factor="2"), BAD, key("rope_scaling.factor", "2")),
+    "D19-original-0": (
+        "llama", scaling("yarn", factor=2.0, original_max_position_embeddings=0), BAD,
+        key("rope_scaling.original_max_position_embeddings", "0"),
+    ),
+    "D19-betas": (
+        "llama", scaling("yarn", factor=2.0, beta_fast=1.0, beta_slow=32.0), BAD,
+        (*key("rope_scaling.beta_fast", "1.0"), "beta_slow 32.0"),
+    ),
+    "D19-beta-0": ("llama", scaling("yarn", factor=2.0, beta_slow=0), BAD, key("rope_scaling.beta_slow", "0")),
+    "D19-truncate": ("llama", scaling("yarn", factor=2.0, truncate=1), BAD, key("rope_scaling.truncate", "1")),
+    "D19-mscale": ("llama", scaling("yarn", factor=2.0, mscale=-1), BAD, key("rope_scaling.mscale", "-1")),
+    "D19-yarn-theta-1": ("llama", {**scaling("yarn", factor=2.0), "rope_theta": 1.0}, BAD, key("rope_theta", "1.0")),
+    "D19-unknown-parameter": (
+        "llama", scaling("yarn", factor=2.0, llama_4_scaling_beta=0.1), UNSUPPORTED,
+        key("rope_scaling.llama_4_scaling_beta", "0.1"),
+    ),
+    "D20": (
+        "llama",
+        {**scaling("linear", factor=2.0), "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, BAD,
+        ("key 'rope_scaling'", "2.0", "key 'rope_parameters'", "4.0", "differ"),
+    ),
+    "D21": (
+        "llama", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}, UNSUPPORTED,
+        (*key("rope_parameters", "full_attention"), "one set of parameters"),
+    ),
+    "partial-rotary": ("llama", {"partial_rotary_factor": 0.5}, UNSUPPORTED, key("partial_rotary_factor", "0.5")),
+    "D22": ("llama", {"num_experts": 8, "num_experts_per_tok": 2}, UNSUPPORTED, key("num_experts", "8")),
+    "D25-0": ("mistral", {"sliding_window": 0}, BAD, key("sliding_window", "0")),
+    "D25-negative": ("mistral", {"sliding_window": -1}, BAD, key("sliding_window", "-1")),
+    "D25-text": ("mistral", {"sliding_window": "4096"}, BAD, key("sliding_window", "4096")),
+    "D25-not-in-llama": ("llama", {"sliding_window": 8}, UNSUPPORTED, (*key("sliding_window", "8"), "null")),
+    "D25-switch-text": ("qwen2", {"use_sliding_window": "yes"}, BAD, key("use_sliding_window", "yes")),
+    "D26-length": ("qwen2", {"layer_types": ["full_attention"]}, BAD, ("key 'layer_types'", "a list of 2")),
+    "D26-value": (
+        "qwen2", {"layer_types": ["full_attention", "linear_attention"]}, UNSUPPORTED,
+        key("layer_types", "linear_attention"),
+    ),
+    "D26-no-window": (
+        "qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, BAD,
+        (*key("layer_types", "sliding_attention"), "no sliding_window is in force"),
+    ),
+    "D28": ("llama", {"hidden_act": "swish7"}, UNSUPPORTED, (*key("hidden_act", "swish7"), "silu")),
+    "D28-gelu": ("llama", {"hidden_act": "gelu"}, UNSUPPORTED, key("hidden_act", "gelu")),
+    "D28-list": ("llama", {"hidden_act": ["silu"]}, BAD, ("key 'hidden_act'",)),
+    "D30-flag": ("llama", {"tie_word_embeddings": "no"}, BAD, key("tie_word_embeddings", "no")),
+    "D32": (
+        "llama", {"quantization_config": {"quant_method": "foo", "bits": 4}}, UNSUPPORTED,
+        key("quantization_config", "foo"),
+    ),
+    "D32-gptq": (
+        "llama", {"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 7}}, UNSUPPORTED,
+        key("quantization_config", "gptq"),
+    ),
+    "D32-no-method": ("llama", {"quantization_config": {"bits": 4}}, UNSUPPORTED, ("key 'quantization_config'",)),
+    "D32-mlx": ("llama", {"quantization": {"bits": 4, "group_size": 64}}, UNSUPPORTED, ("key 'quantization'", "bits")),
+    "D36-changes-the-model": ("llama", {"final_softcapping": 50}, UNSUPPORTED, key("final_softcapping", "50")),
+    "D36-multiplier": ("llama", {"embedding_multiplier": 12.0}, UNSUPPORTED, ("key 'embedding_multiplier'",)),
+    "D36-text-config": ("llama", {"text_config": {"hidden_size": 8}}, UNSUPPORTED, ("key 'text_config'",)),
+    "D36-mrope": ("qwen2", {"use_mrope": True}, UNSUPPORTED, key("use_mrope", "True")),
+    "D36-odd-name": ("llama", {"x\n\x1b[2Jnorm": 1}, UNSUPPORTED, ("key 'x\\n\\x1b[2Jnorm'",)),
+    "D37-0": ("llama", {"max_position_embeddings": 0}, BAD, key("max_position_embeddings", "0")),
+    "D37-2^60": ("llama", {"max_position_embeddings": 2**60}, BAD, key("max_position_embeddings", str(2**60))),
+    "D38-none": ("llama", {"eos_token_id": []}, BAD, key("eos_token_id", "[]")),
+    "D38-text": ("llama", {"eos_token_id": ["2"]}, BAD, ("key 'eos_token_id'", "\"['2']\"".strip('"'))),
+    "D38-nested": ("llama", {"eos_token_id": [[2]]}, BAD, key("eos_token_id", "[[2]]")),
+    "D38-negative": ("llama", {"eos_token_id": -1}, BAD, key("eos_token_id", "-1")),
+    "D38-over": ("llama", {"eos_token_id": 61}, BAD, (*key("eos_token_id", "61"), "from 0 to 60")),
+    "D38-true": ("llama", {"eos_token_id": True}, BAD, key("eos_token_id", "True")),
+    "D38-bos": ("llama", {"bos_token_id": 61}, BAD, key("bos_token_id", "61")),
+    "attention-bias-mistral": ("mistral", {"attention_bias": True}, UNSUPPORTED, key("attention_bias", "True")),
+    "mlp-bias-qwen3": ("qwen3", {"mlp_bias": True}, UNSUPPORTED, key("mlp_bias", "True")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_value_is_refused(row: str, make: Callable[..., Path]) -> None:
+    kind, changes, error, texts = ROWS[row]
+    refused(make(kind, **changes), error, "config.json: ", *texts)
+
+
+# ---- the config against the tensors -----------------------------------------------------------------------------
+
+FIRST_OF_LAYER_2 = "tensors are missing: 'model.layers.2.input_layernorm.weight'"
+AGAINST: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
+    "D06": ("llama", {"num_hidden_layers": 3}, BAD, (FIRST_OF_LAYER_2,)),
+    "D07": ("llama", {"num_hidden_layers": 1}, BAD, ("layers past num_hidden_layers 1: 'model.layers.1.",)),
+    "D12": (
+        "llama", {"vocab_size": 64}, BAD, ("tensor 'model.embed_tokens.weight': shape [61, 48]; expected [64, 48]",)
+    ),
+    "D13": (
+        "llama", {"intermediate_size": 96}, BAD,
+        ("tensor 'model.layers.0.mlp.gate_proj.weight': shape [80, 48]; expected [96, 48]",),
+    ),
+    "D09-kv-heads": (
+        "llama", {"num_key_value_heads": 6}, BAD,
+        ("tensor 'model.layers.0.self_attn.k_proj.weight': shape [16, 48]; expected [48, 48]",),
+    ),
+    "D10-head-dim": (
+        "qwen3", {"head_dim": 8}, BAD,
+        ("tensor 'model.layers.0.self_attn.q_proj.weight': shape [96, 48]; expected [48, 48]",),
+    ),
+    "D30": ("qwen2", {"tie_word_embeddings": False}, BAD, ("1 tensors are missing: 'lm_head.weight'",)),
+    "bias-missing": (
+        "llama", {"attention_bias": True}, BAD, ("missing: 'model.layers.0.self_attn.q_proj.bias'",)
+    ),
+    "other-family": (
+        "llama", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8}, BAD,
+        ("missing: 'model.layers.0.self_attn.q_norm.weight'",),
+    ),
+    "bias-extra": (
+        "qwen2", {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, UNSUPPORTED,
+        ("6 tensors that a llama model does not have: 'model.layers.0.self_attn.", "would change the numbers"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", AGAINST)
+def test_config_that_is_not_the_weights_is_refused(row: str, make: Callable[..., Path]) -> None:
+    kind, changes, error, texts = AGAINST[row]
+    refused(make(kind, **changes), error, *texts)
+
+
+# ---- what must load ---------------------------------------------------------------------------------------------
+
+
+def test_d04_whole_float(make: Callable[..., Path]) -> None:
+    assert load(make(hidden_size=48.0, num_hidden_layers=2.0))[0] == load(make())[0]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_unchanged_config_loads_without_a_word(base: str, make: Callable[..., Path]) -> None:
+    spec, notes = load(make(base), strict=True)
+    assert (spec.family, spec.warnings, notes) == (base, (), [])
+
+
+def test_d03_model_type_alone(make: Callable[..., Path]) -> None:
+    assert load(make("qwen2", architectures=GONE))[0] == load(make("qwen2"))[0]
+
+
+SAME: dict[str, tuple[Changes, Changes]] = {
+    "D20-both-equal": (
+        scaling("linear", factor=2.0),
+        {**scaling("linear", factor=2.0), "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 1e4}},
+    ),
+    "D20-empty-object": ({}, {"rope_scaling": {}, "rope_parameters": {"rope_type": "default"}}),
+    "P11": ({}, {"rope_theta": GONE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "P11-theta-inside-old": (
+        {**scaling("linear", factor=2.0), "rope_theta": 5e5},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta": GONE},
+    ),
+    "type-and-rope-type": (
+        scaling("dynamic", factor=2.0),
+        {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}},
+    ),
+    "theta-default": ({}, {"rope_theta": GONE}),
+    "finetuned": (scaling("linear", factor=2.0), scaling("linear", factor=2.0, finetuned=True)),
+    "swish": ({}, {"hidden_act": "swish"}),
+    "null-means-default": ({}, {"rope_scaling": None, "head_dim": None, "attention_bias": None, "mlp_bias": False}),
+}
+
+
+@pytest.mark.parametrize("row", SAME)
+def test_two_spellings_of_one_model(row: str, make: Callable[..., Path]) -> None:
+    one, other = SAME[row]
+    expected = load(make(**one))[0]
+    spec, notes = load(make(**other))
+    assert spec == expected
+    assert (spec.warnings, notes) == ((), [])
+
+
+WINDOWS: dict[str, tuple[str, Changes, list[int | None]]] = {
+    "mistral": ("mistral", {}, [8, 8]),
+    "mistral-absent": ("mistral", {"sliding_window": GONE}, [4096, 4096]),
+    "D25-null": ("mistral", {"sliding_window": None}, [None, None]),
+    "D27": ("qwen2", {"use_sliding_window": False, "sliding_window": 32768}, [None, None]),
+    "D27-absent": ("qwen2", {"sliding_window": 32768}, [None, None]),
+    "on": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, [8, 8]),
+    "from-a-layer": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, [None, 8]),
+    "default-28-layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, [None, None]),
+    "layer-types": (
+        "qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        [8, None],
+    ),
+    "llama-null": ("llama", {"sliding_window": None, "use_sliding_window": False}, [None, None]),
+}
+
+
+@pytest.mark.parametrize("row", WINDOWS)
+def test_window(row: str, make: Callable[..., Path]) -> None:
+    kind, changes, windows = WINDOWS[row]
+    spec, _ = load(make(kind, **changes))
+    assert [layer.attention.window for layer in spec.layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(2, None, (2,)), ([2, 3], None, (2, 3)), (2, [2, 5], (2, 5)), (GONE, 7, (7,)), (None, None, ()), ([4], 3, (4, 3))],
+)
+def test_p12_eos(config: Any, generation: Any, expected: tuple[int, ...], make: Callable[..., Path]) -> None:
+    folder = make(eos_token_id=config)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load(folder)[0].eos_token_ids == expected
+
+
+def test_d31_unknown_dtype_is_one_warning(make: Callable[..., Path]) -> None:
+    spec, _ = load(make(torch_dtype="float7"))
+    assert len(spec.warnings) == 1
+    assert "key 'torch_dtype': 'float7'" in spec.warnings[0]
+    assert load(make(torch_dtype="bfloat16", dtype="float16"))[0].warnings == ()
+
+
+@pytest.mark.parametrize("value", [None, False, [], {}, ""])
+def test_d36_unknown_key_that_is_off_is_inert(value: Any, make: Callable[..., Path]) -> None:
+    spec, _ = load(make(attn_logit_softcapping=value, some_new_thing=value))
+    assert spec.warnings == ()
+
+
+def test_d36_unknown_key_is_a_warning(make: Callable[..., Path]) -> None:
+    folder = make(unsloth_fixed=True, _name_or_path="x", transformers_version="5.0.0")
+    spec, _ = load(folder)
+    assert len(spec.warnings) == 1
+    assert "config.json: unknown key 'unsloth_fixed': 'True' is ignored" in spec.warnings[0]
+    refused(folder, UNSUPPORTED, "key 'unsloth_fixed': 'True'", "strict", strict=True)
+
+
+def test_d36_strict_refuses_unknown_keys_that_are_off(make: Callable[..., Path]) -> None:
+    refused(make(some_new_thing=None), UNSUPPORTED, "key 'some_new_thing': 'None'", strict=True)
+
+
+def test_d37_longest_context_allocates_nothing(make: Callable[..., Path]) -> None:
+    assert load(make(max_position_embeddings=2**31 - 1))[0].max_context == 2**31 - 1
+
+
+NAMES_CODE = {
+    "auto_map": {"AutoModel": "modeling_evil.Evil"},
+    "model_file": "evil.py",
+    "custom_pipelines": {"evil": {"impl": "evil.Evil"}},
+    "_attn_implementation_internal": "evil",
+}
+
+
+@pytest.mark.parametrize("name", NAMES_CODE)
+def test_d40_code_is_named_and_never_run(name: str, make: Callable[..., Path]) -> None:
+    folder = make(**{name: NAMES_CODE[name]})
+    marker = folder / "imported"
+    for module in ("modeling_evil", "evil"):
+        (folder / f"{module}.py").write_text(f"open({str(marker)!r}, 'w')")
+    before = set(sys.modules)
+    spec, _ = load(folder)
+    assert set(sys.modules) == before
+    assert not marker.exists()
+    assert len(spec.warnings) == 1
+    assert f"key '{name}' is ignored; code that a model brings is never run" in spec.warnings[0]
+
+
+# ---- generation_config.json -------------------------------------------------------------------------------------
+
+GENERATION: dict[str, tuple[str, str]] = {
+    "D39-broken": ("{", "not JSON"),
+    "D39-empty": ("", "empty"),
+    "D39-root": ("[]", "root is list"),
+    "D39-temperature": ('{"temperature":-1}', "key 'temperature': '-1'"),
+    "D39-temperature-text": ('{"temperature":"hot"}', "key 'temperature': 'hot'"),
+    "D39-top-p": ('{"top_p":2}', "key 'top_p': '2'"),
+    "D39-top-k": ('{"top_k":-2}', "key 'top_k': '-2'"),
+    "D39-penalty": ('{"repetition_penalty":0}', "key 'repetition_penalty': '0'"),
+    "D39-eos": ('{"eos_token_id":[61]}', "key 'eos_token_id': '[61]'"),
+    "D39-nan": ('{"temperature":NaN}', "literal NaN"),
+}
+
+
+@pytest.mark.parametrize("row", GENERATION)
+def test_generation_config_is_refused(row: str, make: Callable[..., Path]) -> None:
+    folder = make()
+    content, text = GENERATION[row]
+    (folder / "generation_config.json").write_text(content)
+    refused(folder, BAD, "generation_config.json: ", text)
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------------
+
+
+def test_d42_more_weights_than_memory(tmp_path: Path) -> None:
+    """A consistent model of a few terabytes in a sparse file: refused before anything of its size is allocated."""
+    import pyengine
+    from pyengine.families import expected_tensors
+
+    config = {
+        **LLAMA, "hidden_size": 1 << 16, "vocab_size": 1 << 20, "num_hidden_layers": 1000,
+        "intermediate_size": 1 << 14, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    }  # fmt: skip
+    folder = write(tmp_path, json.dumps(config))
+    at, header = 0, {}
+    for name, shape in expected_tensors(load_model_spec(folder)).items():
+        size = 2 * (shape[0] * shape[1] if len(shape) == 2 else shape[0])
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        try:
+            file.truncate(8 + len(raw) + at)
+        except OSError:
+            pytest.skip("the file system has no files of this size")
+
+    message = assert_refused(
+        lambda: pyengine.load(folder, quant="int8", threads=1),
+        ResourceError,
+        (str(folder), "int8"),
+        folder,
+        small=False,
+    )
+    wanted, available = (int(word) for word in message.split() if word.isdigit() and len(word) > 6)
+    assert wanted > at // 2 > available
