@@ -72,6 +72,7 @@ def test_top5_both_ways(rules: ModuleType, monkeypatch: pytest.MonkeyPatch, quan
     assert (right.positions, right.ours_in_theirs, right.theirs_in_ours, right.faults) == (5, 5, 5, ())
     one_off = check(rules, monkeypatch, quant, [5, 6, 7], [8, 8, 9, 8, 8])  # 9 is in their 5, their 8 not in ours
     assert (one_off.ours_in_theirs, one_off.theirs_in_ours, len(one_off.faults)) == (5, 4, 1)
+    assert [line.split(":")[0] for line in one_off.misses] == ["p, position 2"]
     wrong = check(rules, monkeypatch, quant, [5, 6, 7], [8, 8, 15, 8, 8])
     assert (wrong.ours_in_theirs, wrong.theirs_in_ours, len(wrong.faults)) == (4, 4, 2)
 

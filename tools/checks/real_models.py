@@ -44,6 +44,7 @@ class Result:
     same_prompts: int = 0
     prompts: int = 0
     faults: tuple[str, ...] = ()
+    misses: tuple[str, ...] = ()  # positions outside a top 5, told in the table whether or not the rule holds
 
     def share(self, count: int) -> float:
         return count / self.positions
@@ -76,8 +77,14 @@ def check_prompt(engine: Any, prompt: dict[str, Any], quant: str, result: Result
     if reference.shape != mine.shape or not np.isfinite(logits).all():
         raise ValueError(f"{prompt['name']}: logits {logits.shape} (finite?), expected {len(reference)} finite rows")
     result.positions += len(mine)
-    result.ours_in_theirs += int((mine[:, :1] == reference).any(axis=1).sum())
-    result.theirs_in_ours += int((reference[:, :1] == mine).any(axis=1).sum())
+    ours_in_theirs = (mine[:, :1] == reference).any(axis=1)
+    theirs_in_ours = (reference[:, :1] == mine).any(axis=1)
+    result.ours_in_theirs += int(ours_in_theirs.sum())
+    result.theirs_in_ours += int(theirs_in_ours.sum())
+    for at in np.flatnonzero(~(ours_in_theirs & theirs_in_ours)):
+        result.misses += (
+            f"{prompt['name']}, position {at}: ours {mine[at].tolist()}, theirs {reference[at].tolist()}",
+        )
 
 
 def check_model(folder: Path, golden: dict[str, Any], quant: str, threads: int | None) -> Result:
@@ -121,8 +128,8 @@ def main() -> int:
                 f"  {'BROKEN' if result.faults else 'holds'}",
                 flush=True,
             )
-            for fault in result.faults:
-                print(f"    {fault}")
+            for line in result.faults + result.misses:
+                print(f"    {line}")
     return int(broken)
 
 
