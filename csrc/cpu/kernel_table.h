@@ -12,6 +12,7 @@ namespace pe {
 constexpr int kPanel = 16;      // output rows in a panel
 constexpr int kActGroup = 64;   // activations that share an int8 scale
 constexpr int kSumGroup = 32;   // activations that share a sum
+constexpr float kOutlierRatio = 4.0f;  // a value this many times the rest of its group is kept apart, in float
 constexpr int kGemvTokens = 8;  // up to here the GEMV kernels run
 constexpr int kTileTokens = 12; // rows a GEMM tile may read past the last token: every activation buffer has that slack
 constexpr int kKvBlock = 32;    // tokens in a KV block
@@ -38,6 +39,9 @@ struct QuantView {
   float* scaled_sum32;    // [T][2 * groups]        scale * sum over half a group
   int32_t* negative_sum64;  // [T][groups]          -sum over the group
   int32_t* negative_sum32;  // [T][2 * groups]
+  float* outlier_value;   // [T][groups]            the value that is not in q (0 there), where outlier_column says so
+  uint8_t* outlier_column;  // [T][outlier_stride]  its column inside the group plus 1; 0 = the group has none
+  int64_t outlier_stride; // groups rounded up to 8
   int64_t q_stride;       // bytes
   int64_t groups;         // row stride of the arrays above (twice that for the halves)
 };

@@ -41,7 +41,7 @@ void shape(Buffer& b, int64_t rows) {
     // the extra 64 keeps rows of a power of two from sharing cache sets
     b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kActGroup)) + kActGroup;
     const int64_t groups = (b.width + kActGroup - 1) / kActGroup;
-    b.bytes = static_cast<size_t>(slack) * (static_cast<size_t>(b.stride) + static_cast<size_t>(groups) * 7 * 4);
+    b.bytes = static_cast<size_t>(slack) * (static_cast<size_t>(b.stride) + static_cast<size_t>(groups) * 8 * 4 + align_up(static_cast<size_t>(groups), 8));
   }
   b.bytes = align_up(b.bytes, kAlign);
 }
@@ -64,6 +64,9 @@ void place(Buffer& b, uint8_t* base, int64_t rows) {
   v.scaled_sum32 = v.scaled_sum64 + n;
   v.negative_sum64 = reinterpret_cast<int32_t*>(v.scaled_sum32 + 2 * n);
   v.negative_sum32 = v.negative_sum64 + n;
+  v.outlier_value = reinterpret_cast<float*>(v.negative_sum32 + 2 * n);
+  v.outlier_column = reinterpret_cast<uint8_t*>(v.outlier_value + n);
+  v.outlier_stride = static_cast<int64_t>(align_up(static_cast<size_t>(v.groups), 8));
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 // output, so that a token's result depends on neither the batch nor the path.
 //
 // Integer formats: inside a sub-block of SUB columns the sum is exact int32; between sub-blocks, ascending,
-//   f = fma(float(acc), scale_w * scale_a, f), then for minimums f = fma(minimum, scale_a * sum_a, f).
+//   f = fma(float(acc), scale_w * scale_a, f), then for minimums f = fma(minimum, scale_a * sum_a, f);
+// after them the activations kept apart, ascending, as sub-blocks of one column whose scale is the value itself.
 // Float formats: one fma chain per output, k ascending.
 #pragma once
 
@@ -73,6 +74,41 @@ inline F add_block(F f, I acc, F scale, F minimum, const float* act_scale, const
   return f;
 }
 
+// Column k of a panel's weights as integers, the offset removed.
+template <int FORMAT>
+inline I weight_column(const uint8_t* data, int64_t k) {
+  constexpr int kColumns = Weights<FORMAT>::kColumns;
+  const I step = simd::iload(reinterpret_cast<const int32_t*>(data + k / kColumns * 64));
+  if (FORMAT == PE_INT8)
+    return simd::iadd(simd::iand(simd::shift_right(step, 8 * (k % 4)), simd::iset1(255)), simd::iset1(-128));
+  const I q = simd::iand(simd::shift_right(step, 8 * (k % 4) + (k % 8 < 4 ? 0 : 4)), simd::iset1(15));
+  return FORMAT == PE_INT4_SYM ? simd::iadd(q, simd::iset1(-8)) : q;
+}
+
+// Adds what quantize kept apart of one token's activations. The columns are read 8 groups at a time: most have none.
+template <int FORMAT>
+inline F add_outliers(F f, const LinearArgs& a, const Scales<FORMAT>& scales, int64_t panel, int64_t token) {
+  const Packed& w = *a.weight;
+  const QuantView& v = a.quant;
+  const uint8_t* columns = v.outlier_column + token * v.outlier_stride;
+  for (int64_t g = 0; g < v.groups; g += 8) {
+    uint64_t word;
+    __builtin_memcpy(&word, columns + g, 8);
+    if (v.groups - g < 8) word &= (uint64_t{1} << (8 * (v.groups - g))) - 1;
+    while (word) {
+      const int byte = __builtin_ctzll(word) / 8;
+      const int64_t k = (g + byte) * kActGroup + static_cast<int64_t>(word >> (8 * byte) & 255) - 1;
+      word &= ~(uint64_t{255} << (8 * byte));
+      const F value = simd::set1(v.outlier_value[token * v.groups + g + byte]);
+      const I q = weight_column<FORMAT>(w.data + panel * w.panel_bytes + w.data_offset, k);
+      const int64_t group = k / w.group;
+      f = simd::fma(simd::to_float(q), simd::mul(scales.scale(group), value), f);
+      if (Weights<FORMAT>::kMinimum) f = simd::fma(scales.minimum(group), value, f);
+    }
+  }
+  return f;
+}
+
 inline void write_out(const LinearArgs& a, int64_t token, int64_t panel, F f) {
   if (a.bias) f = simd::add(f, simd::load(a.bias + panel * kPanel));
   float* out = a.out + token * a.out_stride + (panel - a.panel_begin) * kPanel;
@@ -138,7 +174,8 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
     }
   }
   PE_UNROLL for (int p = 0; p < P; ++p)
-    PE_UNROLL for (int m = 0; m < M; ++m) write_out(a, m, panel + p, f[p][m]);
+    PE_UNROLL for (int m = 0; m < M; ++m)
+      write_out(a, m, panel + p, add_outliers<FORMAT>(f[p][m], a, scales[p], panel + p, m));
 }
 
 // int4 panel -> one byte per weight, [padded_cols / 4][16][4]
@@ -182,7 +219,7 @@ void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t 
       f[j] = add_block<FORMAT, SUB>(f[j], acc[j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
   }
   PE_UNROLL for (int j = 0; j < T; ++j)
-    if (j < valid) write_out(a, token0 + j, panel, f[j]);
+    if (j < valid) write_out(a, token0 + j, panel, add_outliers<FORMAT>(f[j], a, scales, panel, token0 + j));
 }
 
 template <int FORMAT>

@@ -21,7 +21,25 @@ void rms_norm(const float* x, const float* w, float* y, int64_t n, float eps) {
   for (int64_t i = whole; i < n; ++i) y[i] = (x[i] * inverse) * w[i];
 }
 
-// Groups of 64: scale = max |x| / 127, q = x / scale to the nearest even. A NaN or Inf makes the scale NaN.
+// The column of the one value that is over kOutlierRatio times every other of its group, else -1.
+inline int find_outlier(const float* x, const F* v, float max) {
+  F below = simd::zero();
+  for (int i = 0; i < 4; ++i) {
+    const F size = simd::abs(v[i]);
+    below = simd::max(simd::select_lt(size, simd::set1(max), size, simd::zero()), below);
+  }
+  if (!(max > kOutlierRatio * reduce_max(below))) return -1;
+  int column = -1;
+  for (int i = 0; i < kActGroup; ++i) {
+    if (__builtin_fabsf(x[i]) != max) continue;
+    if (column >= 0) return -1;  // two of that size: neither stands alone
+    column = i;
+  }
+  return column;
+}
+
+// Groups of 64: scale = max |x| / 127, q = x / scale to the nearest even. A value far above the rest of its group would
+// leave them no steps: it is kept apart and the scale is the others'. A NaN or Inf makes the scale NaN.
 void quantize(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row) {
   const QuantView& o = *out;
   int8_t* q = o.q + row * o.q_stride;
@@ -38,7 +56,21 @@ void quantize(const float* x, int64_t begin, int64_t end, const QuantView* out, 
       amax = simd::max(amax, simd::abs(v[i]));
       poison = simd::fma(v[i], simd::zero(), poison);
     }
-    const float max = reduce_max(amax);
+    float max = reduce_max(amax);
+    const int64_t g = row * o.groups + k / kActGroup;
+    const int outlier = find_outlier(source, v, max);
+    o.outlier_column[row * o.outlier_stride + k / kActGroup] = static_cast<uint8_t>(outlier + 1);
+    if (outlier >= 0) {
+      o.outlier_value[g] = source[outlier];
+      if (source != copy) __builtin_memcpy(copy, source, sizeof copy);
+      copy[outlier] = 0.0f;
+      amax = simd::zero();
+      for (int i = 0; i < 4; ++i) {
+        v[i] = simd::load(copy + 16 * i);
+        amax = simd::max(amax, simd::abs(v[i]));
+      }
+      max = reduce_max(amax);
+    }
     const float inverse = max > 0.0f ? 127.0f / max : 0.0f;
     // a row of denormals: 127 / max overflows; such values count as 0
     const bool tiny = !(inverse < 3.0e38f);
@@ -51,7 +83,6 @@ void quantize(const float* x, int64_t begin, int64_t end, const QuantView* out, 
       sum[i / 2] = simd::iadd(sum[i / 2], r);
     }
     const int32_t first = reduce_add(sum[0]), second = reduce_add(sum[1]);
-    const int64_t g = row * o.groups + k / kActGroup;
     o.scale[g] = scale;
     o.negative_sum32[2 * g] = -first;
     o.negative_sum32[2 * g + 1] = -second;

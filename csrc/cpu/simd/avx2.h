@@ -69,6 +69,10 @@ template <int N>
 inline I shl(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
 template <int N>
 inline I shr(I x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+inline I shift_right(I x, int64_t n) {
+  const __m128i count = _mm_cvtsi64_si128(n);
+  return {_mm256_srl_epi32(x.a, count), _mm256_srl_epi32(x.b, count)};
+}
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }

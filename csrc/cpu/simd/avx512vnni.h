@@ -49,6 +49,7 @@ template <int N>
 inline I shl(I a) { return _mm512_slli_epi32(a, N); }
 template <int N>
 inline I shr(I a) { return _mm512_srli_epi32(a, N); }  // logical
+inline I shift_right(I a, int64_t n) { return _mm512_srl_epi32(a, _mm_cvtsi64_si128(n)); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I round_int(F a) { return _mm512_cvtps_epi32(a); }  // nearest even
 inline F as_float(I a) { return _mm512_castsi512_ps(a); }

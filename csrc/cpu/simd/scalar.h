@@ -60,6 +60,7 @@ template <int N>
 inline I shl(I a) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N)); }
 template <int N>
 inline I shr(I a) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N)); }
+inline I shift_right(I a, int64_t n) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> n)); }
 inline F to_float(I a) { PE_MAP(F, static_cast<float>(a.v[i])); }
 inline I round_int(F a) {
   // out of range and NaN give INT32_MIN, as on x86
