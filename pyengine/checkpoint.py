@@ -94,6 +94,23 @@ class Checkpoint:
             self._files[info.file].read_into(out.reshape(-1).view(np.uint8).data, info.begin)
         return out
 
+    def read_range(self, name: str, begin: int, end: int) -> npt.NDArray[Any]:
+        """Rows begin .. end - 1 of a matrix [N, K], as stored (see read): [end - begin, K].
+
+        Errors: as read; RequestError for a tensor that is no matrix and for rows outside 0 .. N.
+        """
+        info = self._info(name)
+        if len(info.shape) != 2 or not 0 <= begin <= end <= info.shape[0]:
+            raise RequestError(
+                f"{info.file}: tensor {shown(name)}: rows {begin} to {end} of {list(info.shape)}; expected rows of a matrix"
+            )
+        dtype = READABLE[info.dtype]
+        out = _allocate(info, (end - begin, info.shape[1]), dtype)
+        if out.size:
+            offset = info.begin + begin * info.shape[1] * dtype.itemsize
+            self._files[info.file].read_into(out.reshape(-1).view(np.uint8).data, offset)
+        return out
+
     def read_float32(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor as float32 (exact for F16 and BF16, rounded for F64)."""
         return _as_float32(self.read(name))

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,16 @@ class Engine:
             self.isa, self.threads = self.backend.isa, self.backend.threads
             self._check_memory(checkpoint)
             observe = self._calibrator(checkpoint, arguments["calibration"])
-            self.weights = load_weights(self.backend, checkpoint, self.spec, self.quantization, observe, progress)
+            self.weights = load_weights(
+                self.backend,
+                checkpoint,
+                self.spec,
+                self.quantization,
+                observe,
+                progress,
+                strict=arguments["strict"],
+            )
+        self.spec = replace(self.spec, warnings=(*self.spec.warnings, *self.weights.warnings))
         self.bits_per_weight = self.weights.bits_per_weight
         self.weight_bytes_per_token = self.weights.bytes_per_token
         self.pool = KvPool(self.backend, self.spec, bf16=self.kv_dtype == "bf16")
@@ -409,7 +419,7 @@ def load(
     int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16" or "f32" (the default with quant="f32"). threads: None =
     PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA, else the best. ctx_size:
     a limit, 0 = the model's maximum. calibration: weight int4's errors with E[x^2] of a short text. strict: unknown
-    config keys are errors. progress: called with (done, total, what).
+    config keys and weights that are all zero are errors. progress: called with (done, total, what).
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
     if threads is None and os.environ.get("PYENGINE_THREADS"):

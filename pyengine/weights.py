@@ -2,7 +2,7 @@
 
 q, k and v become one tensor [q | k | v], each part from a panel border; gate and up one tensor whose panels of 16 rows
 alternate gate0, up0, gate1, up1 ..., so that one pass over it gives both sums of the same neuron. At any time at most
-one layer's raw tensors (or one large tensor) are held beside what is packed.
+one layer's raw tensors (or a part of the embedding or the head) are held beside what is packed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pyengine.quantize import PackedFormat, Quantization
 from pyengine.spec import AttentionSpec, LayerSpec, ModelSpec
 
 PANEL = 16
+CHUNK_BYTES = 32 << 20  # of the embedding and the head, as float32, read at a time
 NONE = -1  # the id of a tensor that is not there
 
 Raw = dict[str, npt.NDArray[Any]]  # by short name: "q_proj.weight", "input_layernorm.weight" ...
@@ -90,6 +91,7 @@ class ModelWeights:
     head_bytes: int = 0
     packed_bytes: int = 0  # everything
     norms: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def bits_per_weight(self) -> float:
@@ -105,10 +107,12 @@ class ModelWeights:
 class Packer:
     """Creates tensors in one backend from arrays of one checkpoint, and names the tensor in every error."""
 
-    def __init__(self, backend: Backend, checkpoint: Checkpoint) -> None:
+    def __init__(self, backend: Backend, checkpoint: Checkpoint, *, strict: bool = False) -> None:
         self.backend = backend
         self.checkpoint = checkpoint
+        self.strict = strict
         self.made: list[int] = []
+        self.warnings: list[str] = []
 
     def create(self, fmt: PackedFormat, rows: int, cols: int) -> int:
         tensor = self.backend.tensor_create(int(fmt.format), rows, cols, fmt.group)
@@ -125,11 +129,59 @@ class Packer:
         importance: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Pack `source` into panels offset, offset + stride, ... ModelFormatError names tensor and place of a NaN."""
+        if source.ndim == 2:
+            self.check_not_zero(name, source)
+        self.pack(tensor, name, source, offset, stride, importance)
+
+    def fill_rows(self, tensor: int, name: str, unit: int, importance: npt.NDArray[np.float32] | None = None) -> None:
+        """Read and pack a matrix CHUNK_BYTES at a time, so that it is never held whole beside what it becomes.
+
+        unit: rows that one step of the tensor's offset covers (16 for panels, 1 for rows).
+        """
+        info = self.checkpoint.tensors[name]
+        rows, cols = info.shape
+        step = max(1, CHUNK_BYTES // (4 * cols * unit)) * unit
+        zero = True
+        for begin in range(0, rows, step):
+            source = self.checkpoint.read_range(name, begin, min(begin + step, rows))
+            if source.dtype != np.uint16 and unit == 1:
+                source = as_float32(source)
+            zero = zero and is_zero(source)
+            self.pack(tensor, name, source, begin // unit, 1, importance, first_row=begin)
+        if zero:
+            self.note_zero(name)
+
+    def pack(
+        self,
+        tensor: int,
+        name: str,
+        source: npt.NDArray[Any],
+        offset: int,
+        stride: int,
+        importance: npt.NDArray[np.float32] | None,
+        first_row: int = 0,
+    ) -> None:
         try:
             self.backend.tensor_pack(tensor, source, offset, stride, importance)
-        except ModelFormatError as error:
+        except ModelFormatError:
             info = self.checkpoint.tensors[name]
-            raise ModelFormatError(f"{info.file}: tensor '{name}': {error}; expected finite values") from None
+            at = int(np.flatnonzero(~np.isfinite(as_float32(source)))[0])
+            value = as_float32(source).reshape(-1)[at]
+            flat = first_row * source.shape[-1] + at
+            raise ModelFormatError(
+                f"{info.file}: tensor '{name}': {value} at flat index {flat}; expected finite values"
+            ) from None
+
+    def check_not_zero(self, name: str, source: npt.NDArray[Any]) -> None:
+        if is_zero(source[:4]) and is_zero(source):
+            self.note_zero(name)
+
+    def note_zero(self, name: str) -> None:
+        """Warn of a tensor that is all zero: a file that was laid out and never filled. ModelFormatError if strict."""
+        text = f"{self.checkpoint.tensors[name].file}: tensor '{name}' is all zero"
+        if self.strict:
+            raise ModelFormatError(f"{text}; expected weights")
+        self.warnings.append(text)
 
     def vector(self, name: str, parts: list[tuple[npt.NDArray[Any], int]], size: int) -> int:
         """float32 [size], zero but for each part at its offset; size is rounded up to whole panels."""
@@ -140,6 +192,11 @@ class Packer:
         self.made.append(tensor)
         self.fill(tensor, name, values)
         return tensor
+
+
+def is_zero(raw: npt.NDArray[Any]) -> bool:
+    """Whether every value of a raw array is zero, of either sign."""
+    return not (np.bitwise_and(raw, 0x7FFF) if raw.dtype == np.uint16 else raw).any()
 
 
 def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -172,6 +229,7 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
 
     def norm(name: str) -> int:
         values = as_float32(raw[name + ".weight"])
+        packer.check_not_zero(f"{prefix}{name}.weight", values)
         return packer.vector(f"{prefix}{name}.weight", [(values, 0)], len(values))
 
     def bias(parts: list[tuple[str, int]], size: int) -> int:
@@ -215,20 +273,17 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
 
 def pack_table(packer: Packer, name: str, fmt: PackedFormat, importance: npt.NDArray[np.float32] | None = None) -> int:
     """One [vocab, hidden] tensor, packed."""
-    source = packer.checkpoint.read(name)
-    tensor = packer.create(fmt, *source.shape)
-    packer.fill(tensor, name, source, importance=importance)
+    tensor = packer.create(fmt, *packer.checkpoint.tensors[name].shape)
+    packer.fill_rows(tensor, name, PANEL, importance)
     return tensor
 
 
 def pack_rows(packer: Packer, name: str) -> int:
     """An untied embedding stays row-major: bfloat16 as stored, everything else float32."""
-    source = packer.checkpoint.read(name)
-    if source.dtype != np.uint16:
-        source = as_float32(source)
-    fmt = Format.ROWS_BF16 if source.dtype == np.uint16 else Format.ROWS_F32
-    tensor = packer.create(PackedFormat(fmt), *source.shape)
-    packer.fill(tensor, name, source)
+    info = packer.checkpoint.tensors[name]
+    fmt = Format.ROWS_BF16 if info.dtype == "BF16" else Format.ROWS_F32
+    tensor = packer.create(PackedFormat(fmt), *info.shape)
+    packer.fill_rows(tensor, name, 1)
     return tensor
 
 
@@ -239,15 +294,18 @@ def load_weights(
     quantization: Quantization,
     observe: Observer | None = None,
     progress: Progress | None = None,
+    *,
+    strict: bool = False,
 ) -> ModelWeights:
     """Read, quantize and pack a whole model.
 
-    observe: says how much each input channel of each matrix matters (calibration); None leaves all the same.
+    observe: says how much each input channel of each matrix matters (calibration); None leaves all the same. strict:
+    matrices and norms that are all zero are errors; else they are in `warnings`.
     Errors: ModelFormatError for NaN/Inf or a file that changed, ResourceError when memory runs out.
     """
-    packer = Packer(backend, checkpoint)
+    packer = Packer(backend, checkpoint, strict=strict)
     total = spec.num_layers + 1
-    weights = ModelWeights(NONE, NONE, NONE, [], quantization)
+    weights = ModelWeights(NONE, NONE, NONE, [], quantization, warnings=packer.warnings)
     for layer in spec.layers:
         if progress is not None:
             progress(layer.index, total, "loading")
@@ -265,6 +323,7 @@ def load_weights(
     if progress is not None:
         progress(spec.num_layers, total, "loading")
     norm = as_float32(checkpoint.read("model.norm.weight"))
+    packer.check_not_zero("model.norm.weight", norm)
     weights.final_norm = packer.vector("model.norm.weight", [(norm, 0)], len(norm))
     importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
