@@ -101,9 +101,8 @@ class Checkpoint:
         """
         info = self._info(name)
         if len(info.shape) != 2 or not 0 <= begin <= end <= info.shape[0]:
-            raise RequestError(
-                f"{info.file}: tensor {shown(name)}: rows {begin} to {end} of {list(info.shape)}; expected rows of a matrix"
-            )
+            found = f"rows {begin} to {end} of {list(info.shape)}"
+            raise RequestError(f"{info.file}: tensor {shown(name)}: {found}; expected rows of a matrix")
         dtype = READABLE[info.dtype]
         out = _allocate(info, (end - begin, info.shape[1]), dtype)
         if out.size:

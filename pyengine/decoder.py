@@ -1,4 +1,4 @@
-"""Stage 4, decoder: a ModelSpec and its packed weights -> the list of ops that the core runs. Reading it is reading the model.
+"""Stage 4, decoder: a ModelSpec and its packed weights -> the list of ops that the core runs: the model, to read.
 
 `emit_layer` is one decoder block in plain, unfused ops; fuse.py joins what stands together. A tap or a mask is an op
 between others: where it looks at something that fusion would hide, the ops around it simply stay apart.

@@ -227,7 +227,7 @@ class Engine:
         program: BuiltProgram | None = None,
         taps: dict[tuple[int, str], Float32] | None = None,
     ) -> Float32:
-        """Logits float32 [len(rows), V] after the tokens at indices `rows` of `ids` (None = all), from an empty context.
+        """Logits float32 [len(rows), V] after the tokens at indices `rows` of `ids` (None = all), from no context.
 
         chunk: tokens per step (1 = as decoding does; default MAX_BATCH_TOKENS); the bits do not depend on it.
         program, taps: a program of `build(hooks=...)`, and where its taps go: filled with float32 [T, width].

@@ -7,6 +7,7 @@ mask) keeps them apart. Patterns are tried in order at each place, the longest f
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from pyengine._core import OpKind
@@ -17,7 +18,7 @@ PANEL = 16
 
 def _chained(ops: list[Op]) -> bool:
     """Whether each op reads what the one before wrote. Ops on a buffer in place name it as input only."""
-    return all(b["input"] == a.get("output", a["input"]) for a, b in zip(ops, ops[1:], strict=False))
+    return all(b["input"] == a.get("output", a["input"]) for a, b in pairwise(ops))
 
 
 def _norm_quantize(ops: list[Op]) -> Op | None:

@@ -7,7 +7,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,7 @@ class GenerationStream:
 
     # ---- the request ----------------------------------------------------------------------------------------------
 
-    def _run(self) -> Iterator[Piece]:
+    def _run(self) -> Generator[Piece, None, None]:
         try:
             if self.limit == 0:
                 self.finish_reason = "length"
@@ -237,7 +237,7 @@ class GenerationStream:
             self.text.append(text)
         return text
 
-    # ---- the end ------------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------
 
     def _reset_times(self) -> None:
         self.engine.program.program.times(True)

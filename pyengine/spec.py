@@ -88,6 +88,7 @@ class ModelSpec:
         for layer in self.layers:
             rope = layer.attention.rope
             p = dict(rope.parameters)
-            if rope.rope_type in ("dynamic", "yarn") and p["original_max_position_embeddings"] >= self.max_position_embeddings:
+            original = p.get("original_max_position_embeddings", 0)
+            if rope.rope_type in ("dynamic", "yarn") and original >= self.max_position_embeddings:
                 longest = max(longest, int(self.max_position_embeddings * p["factor"]))
         return longest

@@ -52,10 +52,9 @@ def main() -> None:
             third, fourth = seconds(engine, timed, args.steps), seconds(engine, untimed, args.steps)
             ratios.append((first + third) / (second + fourth))
         ratios.sort()
-        print(
-            f"{engine.quant}, {engine.isa}, {engine.threads} threads: timed / untimed median {statistics.median(ratios):.4f} "
-            f"(p10 {ratios[len(ratios) // 10]:.4f}, p90 {ratios[-len(ratios) // 10 - 1]:.4f}) over {args.rounds} rounds of A B A B"
-        )
+        low, high = ratios[len(ratios) // 10], ratios[-(len(ratios) // 10) - 1]
+        print(f"{engine.quant}, {engine.isa}, {engine.threads} threads, {args.rounds} rounds of A B A B:")
+        print(f"timed / untimed median {statistics.median(ratios):.4f} (p10 {low:.4f}, p90 {high:.4f})")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def main() -> int:
         peak = status_kb("VmHWM") * 1024 - before
         bound = int(1.1 * packed) + largest + (64 << 20)
         print(
-            f"{engine.quant}: peak {peak / 1e6:.0f} MB, packed {packed / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB, "
-            f"bound {bound / 1e6:.0f} MB, loaded in {engine.load_ms / 1e3:.1f} s"
+            f"{engine.quant}: peak {peak / 1e6:.0f} MB, packed {packed / 1e6:.0f} MB, "
+            f"largest tensor {largest / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB, loaded in {engine.load_ms / 1e3:.1f} s"
         )
     return 0 if peak <= bound else 1
 
