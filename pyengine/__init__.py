@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyengine import errors as errors
-    import pyengine.kernels as kernels
+    from pyengine import kernels as kernels
     from pyengine.engine import Engine as Engine
     from pyengine.engine import load as load
     from pyengine.errors import ChatTemplateError as ChatTemplateError
