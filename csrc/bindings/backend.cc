@@ -19,13 +19,18 @@ int32_t tensor_create(Backend& b, int format, int64_t rows, int64_t cols, int gr
 }
 
 // source: float32, float16, or uint16 holding bfloat16, C-contiguous [rows, cols]
-void tensor_pack(Backend& b, int32_t id, const py::array& source, int64_t offset, int64_t stride, const py::object& importance) {
+void tensor_pack(Backend& b, int32_t id, const py::array& source, int64_t offset, int64_t stride,
+                 const py::object& importance) {
   pe_pack_args args{};
   args.struct_size = sizeof args;
-  if (py::isinstance<py::array_t<float>>(source)) args.source_dtype = PE_SRC_F32;
-  else if (py::isinstance<py::array_t<uint16_t>>(source)) args.source_dtype = PE_SRC_BF16;
-  else if (source.dtype().kind() == 'f' && source.itemsize() == 2) args.source_dtype = PE_SRC_F16;
-  else raise("RequestError", "pack takes float32, float16 or bfloat16 (as uint16)");
+  if (py::isinstance<py::array_t<float>>(source))
+    args.source_dtype = PE_SRC_F32;
+  else if (py::isinstance<py::array_t<uint16_t>>(source))
+    args.source_dtype = PE_SRC_BF16;
+  else if (source.dtype().kind() == 'f' && source.itemsize() == 2)
+    args.source_dtype = PE_SRC_F16;
+  else
+    raise("RequestError", "pack takes float32, float16 or bfloat16 (as uint16)");
   if (source.ndim() < 1 || source.ndim() > 2 || !(source.flags() & py::array::c_style))
     raise("RequestError", "pack takes a C-contiguous array of one or two dimensions");
   args.source = source.data();
@@ -43,7 +48,9 @@ void tensor_pack(Backend& b, int32_t id, const py::array& source, int64_t offset
   check(pe_tensor_data(b.handle, id, &data, nullptr));
   int64_t expected;
   std::memcpy(&expected, static_cast<const char*>(data) + 32, 8);  // TensorHeader.cols
-  if (cols != expected) raise("RequestError", "pack: the source has " + std::to_string(cols) + " columns; the tensor " + std::to_string(expected));
+  if (cols != expected)
+    raise("RequestError",
+          "pack: the source has " + std::to_string(cols) + " columns; the tensor " + std::to_string(expected));
   pe_status status;
   {
     py::gil_scoped_release release;
@@ -109,11 +116,15 @@ void bind_backend(py::module_& m) {
       .def("tensor_bytes", &tensor_bytes, py::arg("id"))
       .def("tensor_size", &tensor_size, py::arg("id"))
       .def("tensor_dequantize", &tensor_dequantize, py::arg("id"))
-      .def("tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
+      .def(
+          "tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
       .def("rope_set", &rope_set, py::arg("id"), py::arg("table"))
-      .def("kv_create", &kv_create, py::arg("layers"), py::arg("kv_heads"), py::arg("k_dim"), py::arg("v_dim"), py::arg("bf16"))
-      .def("kv_reserve", [](Backend& b, int32_t group, int32_t blocks) { check(pe_kv_reserve(b.handle, group, blocks)); },
-           py::arg("group"), py::arg("blocks"))
+      .def("kv_create", &kv_create, py::arg("layers"), py::arg("kv_heads"), py::arg("k_dim"), py::arg("v_dim"),
+           py::arg("bf16"))
+      .def(
+          "kv_reserve",
+          [](Backend& b, int32_t group, int32_t blocks) { check(pe_kv_reserve(b.handle, group, blocks)); },
+          py::arg("group"), py::arg("blocks"))
       .def("kv_block_bytes", &kv_block_bytes, py::arg("group"));
   py::enum_<pe_format>(m, "Format", py::arithmetic())
       .value("F32", PE_F32)

@@ -9,8 +9,9 @@ void raise(const char* error_class, const std::string& message) {
 }
 
 void check(pe_status status) {
-  static constexpr const char* kClasses[] = {nullptr,         "RequestError", "ModelFormatError", "UnsupportedModelError",
-                                             "ResourceError", "ComputeError", "CancelledError",        "PyEngineError"};
+  static constexpr const char* kClasses[] = {
+      nullptr,         "RequestError", "ModelFormatError", "UnsupportedModelError",
+      "ResourceError", "ComputeError", "CancelledError",   "PyEngineError"};
   if (status == PE_OK) return;
   raise(kClasses[status], pe_last_error());
 }

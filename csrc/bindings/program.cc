@@ -14,20 +14,38 @@ struct Field {
   bool is_float;
 };
 
-#define PE_FIELD(name) Field{#name, offsetof(pe_op, name), false}
-constexpr Field kOpFields[] = {
-    PE_FIELD(kind),     PE_FIELD(stage),    PE_FIELD(layer),   PE_FIELD(input),    PE_FIELD(output), PE_FIELD(scratch),
-    PE_FIELD(weight),   PE_FIELD(weight2),  PE_FIELD(bias),    PE_FIELD(bias2),    PE_FIELD(norm),   PE_FIELD(norm2),
-    PE_FIELD(rope),     PE_FIELD(kv_group), PE_FIELD(kv_layer), PE_FIELD(heads),   PE_FIELD(kv_heads), PE_FIELD(head_dim),
-    PE_FIELD(window),   PE_FIELD(activation), {"eps", offsetof(pe_op, eps), true}, {"scale", offsetof(pe_op, scale), true}};
+#define PE_FIELD(name) \
+  Field { #name, offsetof(pe_op, name), false }
+constexpr Field kOpFields[] = {PE_FIELD(kind),
+                               PE_FIELD(stage),
+                               PE_FIELD(layer),
+                               PE_FIELD(input),
+                               PE_FIELD(output),
+                               PE_FIELD(scratch),
+                               PE_FIELD(weight),
+                               PE_FIELD(weight2),
+                               PE_FIELD(bias),
+                               PE_FIELD(bias2),
+                               PE_FIELD(norm),
+                               PE_FIELD(norm2),
+                               PE_FIELD(rope),
+                               PE_FIELD(kv_group),
+                               PE_FIELD(kv_layer),
+                               PE_FIELD(heads),
+                               PE_FIELD(kv_heads),
+                               PE_FIELD(head_dim),
+                               PE_FIELD(window),
+                               PE_FIELD(activation),
+                               {"eps", offsetof(pe_op, eps), true},
+                               {"scale", offsetof(pe_op, scale), true}};
 #undef PE_FIELD
 
 // A dict of pe_op fields; ids that are left out are -1, numbers 0.
 pe_op to_op(const py::dict& d) {
   pe_op op{};
   op.struct_size = sizeof op;
-  op.layer = op.input = op.output = op.scratch = op.weight = op.weight2 = op.bias = op.bias2 = op.norm = op.norm2 = op.rope =
-      op.kv_group = op.kv_layer = -1;
+  op.layer = op.input = op.output = op.scratch = op.weight = op.weight2 = op.bias = op.bias2 = op.norm = op.norm2 =
+      op.rope = op.kv_group = op.kv_layer = -1;
   for (const auto& [key, value] : d) {
     const auto name = key.cast<std::string>();
     const Field* field = nullptr;
@@ -53,8 +71,10 @@ struct sigaction previous_action;
 
 void on_interrupt(int number, siginfo_t* info, void* context) {
   if (interrupt_flag) *interrupt_flag = 1;
-  if (previous_action.sa_flags & SA_SIGINFO) previous_action.sa_sigaction(number, info, context);
-  else if (previous_action.sa_handler != SIG_IGN && previous_action.sa_handler != SIG_DFL) previous_action.sa_handler(number);
+  if (previous_action.sa_flags & SA_SIGINFO)
+    previous_action.sa_sigaction(number, info, context);
+  else if (previous_action.sa_handler != SIG_IGN && previous_action.sa_handler != SIG_DFL)
+    previous_action.sa_handler(number);
 }
 
 class WatchInterrupt {
@@ -66,7 +86,7 @@ class WatchInterrupt {
         (previous_action.sa_handler == SIG_DFL || previous_action.sa_handler == SIG_IGN))
       return;  // nobody asked to hear of it
     interrupt_flag = flag;
-    struct sigaction mine {};
+    struct sigaction mine{};
     mine.sa_sigaction = on_interrupt;
     mine.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigaction(SIGINT, &mine, nullptr);
@@ -84,7 +104,8 @@ class WatchInterrupt {
 
 class Program {
  public:
-  Program(const py::object& backend, const py::list& ops, const py::list& buffers, int max_batch_tokens, int max_sequences, bool timed)
+  Program(const py::object& backend, const py::list& ops, const py::list& buffers, int max_batch_tokens,
+          int max_sequences, bool timed)
       : backend_(backend) {
     std::vector<pe_op> c_ops;
     for (const auto& op : ops) c_ops.push_back(to_op(op.cast<py::dict>()));
@@ -99,7 +120,8 @@ class Program {
       if (op.kind == PE_OP_TAP) {
         const auto at = static_cast<size_t>(op.head_dim);
         if (tap_widths_.size() <= at) tap_widths_.resize(at + 1);
-        if (op.input >= 0 && static_cast<size_t>(op.input) < c_buffers.size()) tap_widths_[at] = c_buffers[static_cast<size_t>(op.input)].width;
+        if (op.input >= 0 && static_cast<size_t>(op.input) < c_buffers.size())
+          tap_widths_[at] = c_buffers[static_cast<size_t>(op.input)].width;
       }
       if (op.kind == PE_OP_LOAD_HIDDEN && op.output >= 0 && static_cast<size_t>(op.output) < c_buffers.size())
         hidden_width_ = c_buffers[static_cast<size_t>(op.output)].width;
@@ -121,19 +143,21 @@ class Program {
 
   // Returns (sampled ids, log probabilities), or None when sampling is not asked for.
   py::object run(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_start,
-                 const std::vector<Array<int32_t>>& block_tables, const Array<int32_t>& logits_rows, const py::object& logits,
-                 const py::object& sampling, const py::object& hidden, const std::vector<py::array_t<float>>& taps,
-                 const py::object& cancel, bool interruptible) {
+                 const std::vector<Array<int32_t>>& block_tables, const Array<int32_t>& logits_rows,
+                 const py::object& logits, const py::object& sampling, const py::object& hidden,
+                 const std::vector<py::array_t<float>>& taps, const py::object& cancel, bool interruptible) {
     pe_batch b{};
     b.struct_size = sizeof b;
     b.tokens = static_cast<int32_t>(positions.size());
     b.sequences = static_cast<int32_t>(query_start.size()) - 1;
     if (b.sequences < 1) raise("RequestError", "query_start must be int32 [sequences + 1]");
-    if (token_ids.size() && token_ids.size() != b.tokens) raise("RequestError", "token_ids and positions differ in length");
+    if (token_ids.size() && token_ids.size() != b.tokens)
+      raise("RequestError", "token_ids and positions differ in length");
     b.token_ids = token_ids.size() ? token_ids.data() : nullptr;
     b.positions = positions.data();
     b.query_start = query_start.data();
-    if (static_cast<int32_t>(block_tables.size()) < groups_) raise("RequestError", "a block table for every KV group is needed");
+    if (static_cast<int32_t>(block_tables.size()) < groups_)
+      raise("RequestError", "a block table for every KV group is needed");
     std::vector<const int32_t*> tables;
     for (const auto& t : block_tables) {
       if (t.ndim() != 2 || t.shape(0) != b.sequences || t.shape(1) != block_tables[0].shape(1))
@@ -157,8 +181,10 @@ class Program {
       b.hidden = hidden_array.data();
     }
     std::vector<float*> tap_pointers;
-    if (taps.size() != tap_widths_.size()) raise("RequestError", "the program has " + std::to_string(tap_widths_.size()) + " taps");
-    for (size_t i = 0; i < taps.size(); ++i) tap_pointers.push_back(writable(taps[i], "a tap", b.tokens, tap_widths_[i]).mutable_data());
+    if (taps.size() != tap_widths_.size())
+      raise("RequestError", "the program has " + std::to_string(tap_widths_.size()) + " taps");
+    for (size_t i = 0; i < taps.size(); ++i)
+      tap_pointers.push_back(writable(taps[i], "a tap", b.tokens, tap_widths_[i]).mutable_data());
     b.taps = tap_pointers.empty() ? nullptr : tap_pointers.data();
     std::vector<pe_sampling> params;
     std::vector<Array<int32_t>> ids;
@@ -167,7 +193,8 @@ class Program {
     py::array_t<float> logprobs(b.logits_count);
     if (!sampling.is_none()) {
       const auto list = sampling.cast<py::list>();
-      if (static_cast<int32_t>(list.size()) != b.logits_count) raise("RequestError", "one sampling entry per logits row is needed");
+      if (static_cast<int32_t>(list.size()) != b.logits_count)
+        raise("RequestError", "one sampling entry per logits row is needed");
       bool greedy = true;
       for (const auto& entry : list) {
         params.push_back(to_sampling(entry, ids, values));
@@ -228,27 +255,37 @@ class Program {
   }
 
   static Array<float> writable(const py::object& object, const char* what, int64_t rows, int64_t cols) {
-    if (!py::isinstance<Array<float>>(object)) raise("RequestError", std::string(what) + " must be C-contiguous float32");
+    if (!py::isinstance<Array<float>>(object))
+      raise("RequestError", std::string(what) + " must be C-contiguous float32");
     const auto array = object.cast<Array<float>>();
     if (array.ndim() != 2 || array.shape(0) != rows || array.shape(1) != cols || !array.writeable())
-      raise("RequestError", std::string(what) + " must be writable float32 [" + std::to_string(rows) + ", " + std::to_string(cols) + "]");
+      raise("RequestError", std::string(what) + " must be writable float32 [" + std::to_string(rows) + ", " +
+                                std::to_string(cols) + "]");
     return array;
   }
 
-  static pe_sampling to_sampling(const py::handle& entry, std::vector<Array<int32_t>>& ids, std::vector<Array<float>>& values) {
+  static pe_sampling to_sampling(const py::handle& entry, std::vector<Array<int32_t>>& ids,
+                                 std::vector<Array<float>>& values) {
     pe_sampling p{};
     p.struct_size = sizeof p;
     p.top_p = p.repetition_penalty = 1.0f;
     if (entry.is_none()) return p;
     for (const auto& [key, value] : entry.cast<py::dict>()) {
       const auto name = key.cast<std::string>();
-      if (name == "temperature") p.temperature = value.cast<float>();
-      else if (name == "top_p") p.top_p = value.cast<float>();
-      else if (name == "min_p") p.min_p = value.cast<float>();
-      else if (name == "repetition_penalty") p.repetition_penalty = value.cast<float>();
-      else if (name == "top_k") p.top_k = value.cast<int32_t>();
-      else if (name == "seed") p.seed = value.cast<uint64_t>();
-      else if (name == "step") p.step = value.cast<uint64_t>();
+      if (name == "temperature")
+        p.temperature = value.cast<float>();
+      else if (name == "top_p")
+        p.top_p = value.cast<float>();
+      else if (name == "min_p")
+        p.min_p = value.cast<float>();
+      else if (name == "repetition_penalty")
+        p.repetition_penalty = value.cast<float>();
+      else if (name == "top_k")
+        p.top_k = value.cast<int32_t>();
+      else if (name == "seed")
+        p.seed = value.cast<uint64_t>();
+      else if (name == "step")
+        p.step = value.cast<uint64_t>();
       else if (name == "penalty_ids" || name == "bias_ids") {
         ids.push_back(value.cast<Array<int32_t>>());
         (name == "bias_ids" ? p.bias_ids : p.penalty_ids) = ids.back().data();
@@ -260,7 +297,8 @@ class Program {
         raise("RequestError", "sampling has no '" + name + "'");
       }
     }
-    if (p.bias_count && (!p.bias_values || values.back().size() != p.bias_count)) raise("RequestError", "bias_ids and bias_values differ in length");
+    if (p.bias_count && (!p.bias_values || values.back().size() != p.bias_count))
+      raise("RequestError", "bias_ids and bias_values differ in length");
     return p;
   }
 
@@ -276,18 +314,19 @@ class Program {
 
 void bind_program(py::module_& m) {
   py::class_<Program>(m, "Program", "Ops checked once, run as a whole with the GIL released.")
-      .def(py::init<const py::object&, const py::list&, const py::list&, int, int, bool>(), py::arg("backend"), py::arg("ops"),
-           py::arg("buffers"), py::arg("max_batch_tokens"), py::arg("max_sequences"), py::arg("timed"))
-      .def("run", &Program::run, py::arg("token_ids"), py::arg("positions"), py::arg("query_start"), py::arg("block_tables"),
-           py::arg("logits_rows"), py::arg("logits"), py::arg("sampling"), py::arg("hidden"), py::arg("taps"), py::arg("cancel"),
-           py::arg("interruptible"))
+      .def(py::init<const py::object&, const py::list&, const py::list&, int, int, bool>(), py::arg("backend"),
+           py::arg("ops"), py::arg("buffers"), py::arg("max_batch_tokens"), py::arg("max_sequences"), py::arg("timed"))
+      .def("run", &Program::run, py::arg("token_ids"), py::arg("positions"), py::arg("query_start"),
+           py::arg("block_tables"), py::arg("logits_rows"), py::arg("logits"), py::arg("sampling"), py::arg("hidden"),
+           py::arg("taps"), py::arg("cancel"), py::arg("interruptible"))
       .def("times", &Program::times, py::arg("reset") = false)
       .def("info", &Program::info);
 #define PE_KIND(name) .value(#name, PE_OP_##name)
-  py::enum_<pe_op_kind>(m, "OpKind", py::arithmetic()) PE_KIND(EMBED) PE_KIND(LOAD_HIDDEN) PE_KIND(NORM) PE_KIND(QUANTIZE)
-      PE_KIND(LINEAR) PE_KIND(QK_NORM) PE_KIND(ROPE) PE_KIND(KV_APPEND) PE_KIND(ATTENTION) PE_KIND(ADD) PE_KIND(ACT_MUL)
-          PE_KIND(MASK_COLUMNS) PE_KIND(TAP) PE_KIND(NORM_QUANTIZE) PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE)
-              PE_KIND(LINEAR_RESIDUAL) PE_KIND(GATED_FFN_RESIDUAL) PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
+  py::enum_<pe_op_kind>(m, "OpKind", py::arithmetic()) PE_KIND(EMBED) PE_KIND(LOAD_HIDDEN) PE_KIND(NORM)
+      PE_KIND(QUANTIZE) PE_KIND(LINEAR) PE_KIND(QK_NORM) PE_KIND(ROPE) PE_KIND(KV_APPEND) PE_KIND(ATTENTION)
+          PE_KIND(ADD) PE_KIND(ACT_MUL) PE_KIND(MASK_COLUMNS) PE_KIND(TAP) PE_KIND(NORM_QUANTIZE)
+              PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL) PE_KIND(GATED_FFN_RESIDUAL)
+                  PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
 #undef PE_KIND
 #define PE_STAGE(name) .value(#name, PE_STAGE_##name)
   py::enum_<pe_stage>(m, "Stage", py::arithmetic()) PE_STAGE(EMBED) PE_STAGE(NORM) PE_STAGE(ATTENTION) PE_STAGE(ROUTER)

@@ -16,7 +16,7 @@ namespace pe {
 class Gate {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
-  void open();                    // adds one and wakes the waiters
+  void open();                     // adds one and wakes the waiters
   void wait(uint32_t seen) const;  // until the value differs from `seen`
 
  private:

@@ -44,7 +44,8 @@ const KernelTable& choose_kernels(const char* name) {
   } else {
     for (const auto& one : list) {
       if (std::strcmp(one.name, name) != 0) continue;
-      if (!one.available) fail(PE_RESOURCE, "ISA '%s' is not available on this CPU (it has: %s)", name, cpu_features().c_str());
+      if (!one.available)
+        fail(PE_RESOURCE, "ISA '%s' is not available on this CPU (it has: %s)", name, cpu_features().c_str());
       return *one.table;
     }
   }
@@ -59,14 +60,14 @@ const std::string& cpu_features() {
 #if defined(__x86_64__)
 #define PE_FEATURE(name) \
   if (__builtin_cpu_supports(name)) s += std::string(s.empty() ? "" : " ") + name;
-    PE_FEATURE("sse4.2") PE_FEATURE("avx") PE_FEATURE("avx2") PE_FEATURE("fma") PE_FEATURE("avx512f")
-    PE_FEATURE("avx512bw") PE_FEATURE("avx512vl") PE_FEATURE("avx512dq") PE_FEATURE("avx512vnni")
-    PE_FEATURE("avx512bf16")
+    PE_FEATURE("sse4.2")
+    PE_FEATURE("avx") PE_FEATURE("avx2") PE_FEATURE("fma") PE_FEATURE("avx512f") PE_FEATURE("avx512bw")
+        PE_FEATURE("avx512vl") PE_FEATURE("avx512dq") PE_FEATURE("avx512vnni") PE_FEATURE("avx512bf16")
 #undef PE_FEATURE
 #elif defined(__aarch64__)
     s = "neon";
 #endif
-    return s;
+            return s;
   }();
   return text;
 }
@@ -84,8 +85,10 @@ int physical_cores(const cpu_set_t& set) {
     std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
     std::ifstream file(path);
     std::string siblings;
-    if (std::getline(file, siblings)) cores.insert(siblings);
-    else ++unknown;
+    if (std::getline(file, siblings))
+      cores.insert(siblings);
+    else
+      ++unknown;
   }
   return static_cast<int>(cores.size()) + unknown;
 }

@@ -9,21 +9,22 @@
 
 namespace pe {
 
-constexpr int kPanel = 16;      // output rows in a panel
-constexpr int kActGroup = 64;   // activations that share an int8 scale
-constexpr int kSumGroup = 32;   // activations that share a sum
+constexpr int kPanel = 16;             // output rows in a panel
+constexpr int kActGroup = 64;          // activations that share an int8 scale
+constexpr int kSumGroup = 32;          // activations that share a sum
 constexpr float kOutlierRatio = 4.0f;  // a value this many times the rest of its group is kept apart, in float
-constexpr int kGemvTokens = 8;  // up to here the GEMV kernels run
-constexpr int kTileTokens = 12; // rows a GEMM tile may read past the last token: every activation buffer has that slack
-constexpr int kKvBlock = 32;    // tokens in a KV block
-constexpr int kPartition = 256; // keys in an attention partition
+constexpr int kGemvTokens = 8;         // up to here the GEMV kernels run
+constexpr int kTileTokens =
+    12;                       // rows a GEMM tile may read past the last token: every activation buffer has that slack
+constexpr int kKvBlock = 32;  // tokens in a KV block
+constexpr int kPartition = 256;  // keys in an attention partition
 
 // A P16 tensor in memory (docs/packed_formats.md). Panel p starts at data + p * panel_bytes.
 struct Packed {
   int32_t format;  // pe_format
   int32_t group;
-  int64_t rows, cols;       // N, K
-  int64_t padded_cols;      // K rounded up to the step of the format
+  int64_t rows, cols;   // N, K
+  int64_t padded_cols;  // K rounded up to the step of the format
   int64_t panels, groups;
   // Inside a panel of an integer format: at 0 the units of its rows, float32 [16] for scales and, for PE_INT4_MIN, [16]
   // for minimums; then per group [16] scales (int16; PE_INT4_MIN uint8) and minimums (int8), in those units; the data.
@@ -33,60 +34,60 @@ struct Packed {
 
 // Quantized activations: T rows of int8 and, per row, the numbers of its groups.
 struct QuantView {
-  int8_t* q;              // [T][q_stride]; columns past K are 0
-  float* scale;           // [T][groups]            value = scale * q
-  float* scaled_sum64;    // [T][groups]            scale * sum over the group
-  float* scaled_sum32;    // [T][2 * groups]        scale * sum over half a group
+  int8_t* q;                // [T][q_stride]; columns past K are 0
+  float* scale;             // [T][groups]            value = scale * q
+  float* scaled_sum64;      // [T][groups]            scale * sum over the group
+  float* scaled_sum32;      // [T][2 * groups]        scale * sum over half a group
   int32_t* negative_sum64;  // [T][groups]          -sum over the group
   int32_t* negative_sum32;  // [T][2 * groups]
-  float* outlier_value;   // [T][groups]            the value that is not in q (0 there), where outlier_column says so
+  float* outlier_value;     // [T][groups]            the value that is not in q (0 there), where outlier_column says so
   uint8_t* outlier_column;  // [T][outlier_stride]  its column inside the group plus 1; 0 = the group has none
-  int64_t outlier_stride; // groups rounded up to 8
-  int64_t q_stride;       // bytes
-  int64_t groups;         // row stride of the arrays above (twice that for the halves)
+  int64_t outlier_stride;   // groups rounded up to 8
+  int64_t q_stride;         // bytes
+  int64_t groups;           // row stride of the arrays above (twice that for the halves)
 };
 
 struct LinearArgs {
   const Packed* weight;
   int64_t panel_begin, panel_end;
   int64_t tokens;
-  QuantView quant;        // int8 and int4 weights
-  const float* x;         // f32 and bf16 weights: [T][x_stride]
+  QuantView quant;  // int8 and int4 weights
+  const float* x;   // f32 and bf16 weights: [T][x_stride]
   int64_t x_stride;
-  const float* bias;      // [rows padded to 16] or nullptr
-  float* out;             // out[t * out_stride + 16 * (panel - panel_begin) + r]; 16 columns of every panel are written
+  const float* bias;  // [rows padded to 16] or nullptr
+  float* out;         // out[t * out_stride + 16 * (panel - panel_begin) + r]; 16 columns of every panel are written
   int64_t out_stride;
-  int32_t accumulate;     // 1: out += result
-  uint8_t* scratch;       // linear_scratch bytes, for the unpacked panel
+  int32_t accumulate;  // 1: out += result
+  uint8_t* scratch;    // linear_scratch bytes, for the unpacked panel
 };
 
 struct AttentionArgs {
-  const float* q;         // row r: q + q_offsets[r]
+  const float* q;  // row r: q + q_offsets[r]
   const int64_t* q_offsets;
   const int32_t* key_begin;  // [rows] first and one past the last key of the row
   const int32_t* key_end;
   int32_t rows;
   int32_t k_dim, v_dim, v_stride;  // v_stride: v_dim rounded up to 16
-  int32_t dtype;          // PE_SRC_F32 or PE_SRC_BF16
+  int32_t dtype;                   // PE_SRC_F32 or PE_SRC_BF16
   float scale;
-  int32_t partition;      // keys partition * 256 ... + 255
+  int32_t partition;               // keys partition * 256 ... + 255
   const uint8_t* const* k_blocks;  // of the partition's up to 8 blocks; only blocks with a wanted key are read
   const uint8_t* const* v_blocks;
-  float* scores;          // [rows][256] scratch
-  float* max_out;         // [rows]
-  float* sum_out;         // [rows]
-  float* acc_out;         // [rows][v_stride], not yet divided by the sum
+  float* scores;   // [rows][256] scratch
+  float* max_out;  // [rows]
+  float* sum_out;  // [rows]
+  float* acc_out;  // [rows][v_stride], not yet divided by the sum
 };
 
 struct PackArgs {
   const Packed* weight;
-  const void* source;     // [rows, cols]
-  int32_t source_dtype;   // pe_dtype
+  const void* source;    // [rows, cols]
+  int32_t source_dtype;  // pe_dtype
   int64_t source_rows;
-  int64_t first_row;      // of this panel, in the source
-  int64_t panel;          // in the tensor
+  int64_t first_row;  // of this panel, in the source
+  int64_t panel;      // in the tensor
   const float* importance;
-  float* scratch;         // float [align(cols, 8)][16], then [groups][2][16]
+  float* scratch;            // float [align(cols, 8)][16], then [groups][2][16]
   int64_t bad_row, bad_col;  // out: the first NaN or Inf, else -1
 };
 

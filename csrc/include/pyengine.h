@@ -44,8 +44,8 @@ PE_API const char* pe_compiler(void);      /* the compiler that built the librar
 PE_API int32_t pe_isa_count(void);         /* implementations compiled in, worst first */
 PE_API const char* pe_isa_name(int32_t i); /* "scalar", "avx2", "avx512vnni"; NULL past the end */
 PE_API int32_t pe_isa_available(int32_t i);
-PE_API const char* pe_cpu_features(void);    /* space separated */
-PE_API int32_t pe_default_threads(void);     /* min(affinity, cgroup quota, physical cores), at least 1 */
+PE_API const char* pe_cpu_features(void); /* space separated */
+PE_API int32_t pe_default_threads(void);  /* min(affinity, cgroup quota, physical cores), at least 1 */
 
 typedef struct pe_backend_config {
   uint32_t struct_size;
@@ -61,14 +61,14 @@ PE_API int32_t pe_backend_threads(const pe_backend* backend);
 /* ---- tensors: packed weights, embeddings, vectors --------------------------------------------------------------- */
 
 typedef enum pe_format {
-  PE_F32 = 0,          /* P16 float32 */
-  PE_BF16 = 1,         /* P16 bfloat16 */
-  PE_INT8 = 2,         /* P16 int8, symmetric; scales 16 bits per group, in units of the row */
-  PE_INT4_SYM = 3,     /* P16 int4, q - 8; scales as for int8 */
-  PE_INT4_MIN = 4,     /* P16 int4, scale * q + minimum: 8 bits each per group, in units of the row */
-  PE_ROWS_F32 = 5,     /* row-major float32 (embedding) */
-  PE_ROWS_BF16 = 6,    /* row-major bfloat16 (embedding) */
-  PE_VECTOR_F32 = 7    /* one row of float32: norm weights, biases, masks */
+  PE_F32 = 0,       /* P16 float32 */
+  PE_BF16 = 1,      /* P16 bfloat16 */
+  PE_INT8 = 2,      /* P16 int8, symmetric; scales 16 bits per group, in units of the row */
+  PE_INT4_SYM = 3,  /* P16 int4, q - 8; scales as for int8 */
+  PE_INT4_MIN = 4,  /* P16 int4, scale * q + minimum: 8 bits each per group, in units of the row */
+  PE_ROWS_F32 = 5,  /* row-major float32 (embedding) */
+  PE_ROWS_BF16 = 6, /* row-major bfloat16 (embedding) */
+  PE_VECTOR_F32 = 7 /* one row of float32: norm weights, biases, masks */
 } pe_format;
 
 typedef enum pe_dtype { PE_SRC_F32 = 0, PE_SRC_BF16 = 1, PE_SRC_F16 = 2 } pe_dtype;
@@ -86,15 +86,15 @@ typedef struct pe_pack_args {
   int32_t source_dtype; /* pe_dtype */
   const void* source;   /* [rows, K], row-major, any alignment */
   int64_t rows;
-  int64_t panel_offset; /* source rows 16 i .. 16 i + 15 become panel panel_offset + i * panel_stride */
-  int64_t panel_stride; /* (row offset and stride 1 for PE_ROWS and PE_VECTOR) */
+  int64_t panel_offset;    /* source rows 16 i .. 16 i + 15 become panel panel_offset + i * panel_stride */
+  int64_t panel_stride;    /* (row offset and stride 1 for PE_ROWS and PE_VECTOR) */
   const float* importance; /* [K] weight of each input channel's squared error, or NULL for 1 */
 } pe_pack_args;
 
 PE_API pe_status pe_tensor_create(pe_backend* backend, const pe_tensor_desc* desc, int32_t* id); /* zero filled */
-PE_API pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_args* args); /* PE_FORMAT on NaN/Inf */
+PE_API pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_args* args);   /* PE_FORMAT on NaN/Inf */
 PE_API pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* bytes); /* header included */
-PE_API pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out); /* [rows, K] */
+PE_API pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out);           /* [rows, K] */
 PE_API pe_status pe_tensor_free(pe_backend* backend, int32_t id);
 
 /* ---- rope tables and KV cache ------------------------------------------------------------------------------------ */
@@ -118,40 +118,47 @@ PE_API pe_status pe_kv_block_bytes(pe_backend* backend, int32_t group, size_t* b
 /* ---- programs ---------------------------------------------------------------------------------------------------- */
 
 typedef enum pe_stage {
-  PE_STAGE_EMBED = 0, PE_STAGE_NORM, PE_STAGE_ATTENTION, PE_STAGE_ROUTER, PE_STAGE_FFN, PE_STAGE_LM_HEAD,
-  PE_STAGE_SAMPLE, PE_STAGE_COUNT
+  PE_STAGE_EMBED = 0,
+  PE_STAGE_NORM,
+  PE_STAGE_ATTENTION,
+  PE_STAGE_ROUTER,
+  PE_STAGE_FFN,
+  PE_STAGE_LM_HEAD,
+  PE_STAGE_SAMPLE,
+  PE_STAGE_COUNT
 } pe_stage;
 
 typedef enum pe_op_kind {
   /* plain ops; [T, ...] are buffers, T = tokens of the batch */
-  PE_OP_EMBED = 0,      /* output = weight[token_ids] */
-  PE_OP_LOAD_HIDDEN,    /* output = batch.hidden */
-  PE_OP_NORM,           /* output = rms_norm(input) * norm */
-  PE_OP_QUANTIZE,       /* output(int8) = quantize(input) */
-  PE_OP_LINEAR,         /* output = input . weight^T (+ bias) */
-  PE_OP_QK_NORM,        /* output = input with q and k heads normalised by norm and norm2; in = [q | k | v] */
-  PE_OP_ROPE,           /* output = input with q and k heads rotated; in = [q | k | v] */
-  PE_OP_KV_APPEND,      /* cache = k, v of input [q | k | v] */
-  PE_OP_ATTENTION,      /* output = softmax(q . K * scale) . V; q = first heads * head_dim columns of input */
-  PE_OP_ADD,            /* output += input */
-  PE_OP_ACT_MUL,        /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
-  PE_OP_MASK_COLUMNS,   /* output = norm[column] != 0 ? output : 0 */
-  PE_OP_TAP,            /* batch.taps[head_dim] = input */
+  PE_OP_EMBED = 0,    /* output = weight[token_ids] */
+  PE_OP_LOAD_HIDDEN,  /* output = batch.hidden */
+  PE_OP_NORM,         /* output = rms_norm(input) * norm */
+  PE_OP_QUANTIZE,     /* output(int8) = quantize(input) */
+  PE_OP_LINEAR,       /* output = input . weight^T (+ bias) */
+  PE_OP_QK_NORM,      /* output = input with q and k heads normalised by norm and norm2; in = [q | k | v] */
+  PE_OP_ROPE,         /* output = input with q and k heads rotated; in = [q | k | v] */
+  PE_OP_KV_APPEND,    /* cache = k, v of input [q | k | v] */
+  PE_OP_ATTENTION,    /* output = softmax(q . K * scale) . V; q = first heads * head_dim columns of input */
+  PE_OP_ADD,          /* output += input */
+  PE_OP_ACT_MUL,      /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
+  PE_OP_MASK_COLUMNS, /* output = norm[column] != 0 ? output : 0 */
+  PE_OP_TAP,          /* batch.taps[head_dim] = input */
   /* fused ops */
-  PE_OP_NORM_QUANTIZE,       /* NORM, QUANTIZE */
-  PE_OP_QKV_ROPE_APPEND,     /* LINEAR, QK_NORM?, ROPE, KV_APPEND; output = [q | k | v] */
-  PE_OP_ATTENTION_QUANTIZE,  /* ATTENTION, QUANTIZE */
-  PE_OP_LINEAR_RESIDUAL,     /* LINEAR, ADD */
-  PE_OP_GATED_FFN_RESIDUAL,  /* LINEAR(weight), ACT_MUL, QUANTIZE, LINEAR(weight2), ADD */
+  PE_OP_NORM_QUANTIZE,      /* NORM, QUANTIZE */
+  PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE, KV_APPEND; output = [q | k | v] */
+  PE_OP_ATTENTION_QUANTIZE, /* ATTENTION, QUANTIZE */
+  PE_OP_LINEAR_RESIDUAL,    /* LINEAR, ADD */
+  PE_OP_GATED_FFN_RESIDUAL, /* LINEAR(weight), ACT_MUL, QUANTIZE, LINEAR(weight2), ADD */
   /* ends of a program */
-  PE_OP_LM_HEAD,        /* logits[r] = rms_norm(input[logits_rows[r]]) * norm . weight^T */
-  PE_OP_SAMPLE,         /* sampled[r] from logits[r] */
+  PE_OP_LM_HEAD, /* logits[r] = rms_norm(input[logits_rows[r]]) * norm . weight^T */
+  PE_OP_SAMPLE,  /* sampled[r] from logits[r] */
   PE_OP_COUNT
 } pe_op_kind;
 
 typedef enum pe_activation { PE_SILU = 0, PE_GELU_TANH = 1 } pe_activation;
 
-/* Ids that an op does not use are -1. Buffers: input, output, scratch. Tensors: weight, weight2, bias, bias2, norm, norm2. */
+/* Ids that an op does not use are -1. Buffers: input, output, scratch. Tensors: weight, weight2, bias, bias2, norm,
+ * norm2. */
 typedef struct pe_op {
   uint32_t struct_size;
   int32_t kind, stage, layer;
@@ -195,26 +202,27 @@ typedef struct pe_sampling {
 typedef struct pe_batch {
   uint32_t struct_size;
   int32_t tokens, sequences;
-  const int32_t* token_ids;   /* [tokens] */
-  const int32_t* positions;   /* [tokens] */
-  const int32_t* query_start; /* [sequences + 1] */
+  const int32_t* token_ids;           /* [tokens] */
+  const int32_t* positions;           /* [tokens] */
+  const int32_t* query_start;         /* [sequences + 1] */
   const int32_t* const* block_tables; /* per KV group: [sequences, block_table_width] */
   int32_t block_table_width;
   int32_t logits_count;
-  const int32_t* logits_rows; /* [logits_count], token indices */
-  float* logits;              /* [logits_count, V] or NULL */
-  const pe_sampling* sampling; /* [logits_count] or NULL: greedy */
-  int32_t* sampled;           /* [logits_count] or NULL */
-  float* sampled_logprob;     /* [logits_count] or NULL: log softmax of the untouched logits at the sampled id */
-  const float* hidden;        /* [tokens, width] for PE_OP_LOAD_HIDDEN */
-  float* const* taps;         /* tap i: [tokens, width of its buffer] */
+  const int32_t* logits_rows;     /* [logits_count], token indices */
+  float* logits;                  /* [logits_count, V] or NULL */
+  const pe_sampling* sampling;    /* [logits_count] or NULL: greedy */
+  int32_t* sampled;               /* [logits_count] or NULL */
+  float* sampled_logprob;         /* [logits_count] or NULL: log softmax of the untouched logits at the sampled id */
+  const float* hidden;            /* [tokens, width] for PE_OP_LOAD_HIDDEN */
+  float* const* taps;             /* tap i: [tokens, width of its buffer] */
   const volatile int32_t* cancel; /* NULL or a flag that another thread may set */
 } pe_batch;
 
 PE_API pe_status pe_program_create(pe_backend* backend, const pe_program_desc* desc, pe_program** out);
 PE_API pe_status pe_program_run(pe_program* program, const pe_batch* batch);
 /* Nanoseconds per op, summed since the last reset, and the number and total of the runs. Any pointer may be NULL. */
-PE_API pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, int32_t reset);
+PE_API pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns,
+                                  int32_t reset);
 PE_API pe_status pe_program_info(pe_program* program, size_t* arena_bytes, uint64_t* barriers, uint64_t* allocations);
 PE_API void pe_program_destroy(pe_program* program);
 

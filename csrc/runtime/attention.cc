@@ -1,7 +1,7 @@
 // The attention op: tiles of query rows against partitions of 256 keys.
 //
-// A prefill tile walks its partitions and merges as it goes. In decode there are few tiles, so every (tile, partition) is
-// a task of its own and the merge follows after a barrier. Both merge the same partials in the same ascending order.
+// A prefill tile walks its partitions and merges as it goes. In decode there are few tiles, so every (tile, partition)
+// is a task of its own and the merge follows after a barrier. Both merge the same partials in the same ascending order.
 #include <algorithm>
 
 #include "runtime/program.h"
@@ -110,7 +110,8 @@ void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, 
       k_.merge(max + r, sum + r, acc + r * width, part_max[r], part_sum[r], part + r * width, width);
   }
   for (int32_t r = 0; r < rows; ++r)
-    k_.divide(acc + r * width, sum[r], out.row(tile.begin + r / ratio) + (kv_head * ratio + r % ratio) * op.d.head_dim, op.d.head_dim);
+    k_.divide(acc + r * width, sum[r], out.row(tile.begin + r / ratio) + (kv_head * ratio + r % ratio) * op.d.head_dim,
+              op.d.head_dim);
 }
 
 void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread) {
@@ -156,7 +157,8 @@ void Program::attention(const Op& op, int thread) {
       const int64_t rows = int64_t{tile.end - tile.begin} * tiling.heads_per_kv;
       const int64_t first = (tile.first_partial + index * rows) * kv_heads + i % kv_heads * rows;
       float* base = reinterpret_cast<float*>(partials_.data()) + first * (width + 2);
-      attend_partition(op, tile, i % kv_heads, static_cast<int32_t>(index), base + rows * width, base + rows * (width + 1), base, thread);
+      attend_partition(op, tile, i % kv_heads, static_cast<int32_t>(index), base + rows * width,
+                       base + rows * (width + 1), base, thread);
     });
     inner_barrier();
     tasks(tiles * kv_heads, [&](int64_t i) {

@@ -43,8 +43,10 @@ void copy_rows(const Packed& t, const pe_pack_args& a, int64_t begin, int64_t en
       if (!(x * 0.0f == 0.0f))
         fail(PE_FORMAT, "%s at row %lld, column %lld", x != x ? "NaN" : "Inf", static_cast<long long>(row),
              static_cast<long long>(k));
-      if (t.format == PE_ROWS_BF16) reinterpret_cast<uint16_t*>(t.data)[at + static_cast<size_t>(k)] = half;
-      else reinterpret_cast<float*>(t.data)[at + static_cast<size_t>(k)] = x;
+      if (t.format == PE_ROWS_BF16)
+        reinterpret_cast<uint16_t*>(t.data)[at + static_cast<size_t>(k)] = half;
+      else
+        reinterpret_cast<float*>(t.data)[at + static_cast<size_t>(k)] = x;
     }
   }
 }
@@ -61,12 +63,13 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   const Packed& t = tensor(id).view();
   const bool panels = is_packed(t.format);
   const int64_t units = panels ? (a.rows + kPanel - 1) / kPanel : a.rows, all = panels ? t.panels : t.rows;
-  if (a.source_dtype < PE_SRC_F32 || a.source_dtype > PE_SRC_F16) fail(PE_REQUEST, "source dtype %d is unknown", a.source_dtype);
+  if (a.source_dtype < PE_SRC_F32 || a.source_dtype > PE_SRC_F16)
+    fail(PE_REQUEST, "source dtype %d is unknown", a.source_dtype);
   if (!a.source || a.rows < 1 || a.panel_offset < 0 || a.panel_stride < 1 || (!panels && a.panel_stride != 1) ||
       units > all || a.panel_offset + (units - 1) * a.panel_stride >= all)
-    fail(PE_REQUEST, "%lld rows at %lld with stride %lld do not fit a tensor of %lld %s", static_cast<long long>(a.rows),
-         static_cast<long long>(a.panel_offset), static_cast<long long>(a.panel_stride), static_cast<long long>(all),
-         panels ? "panels" : "rows");
+    fail(PE_REQUEST, "%lld rows at %lld with stride %lld do not fit a tensor of %lld %s",
+         static_cast<long long>(a.rows), static_cast<long long>(a.panel_offset), static_cast<long long>(a.panel_stride),
+         static_cast<long long>(all), panels ? "panels" : "rows");
   if (!panels) {
     if (a.source_dtype == PE_SRC_F16 || (t.format == PE_ROWS_BF16 && a.source_dtype != PE_SRC_BF16))
       fail(PE_UNSUPPORTED, "source dtype %d for %s", a.source_dtype, format_name(t.format));
@@ -76,7 +79,8 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   std::atomic<int64_t> next{0};
   std::mutex mutex;
   int64_t bad_row = -1, bad_col = -1;
-  const size_t scratch_bytes = (align_up(static_cast<size_t>(t.cols), 8) + 2 * static_cast<size_t>(t.groups)) * kPanel * sizeof(float);
+  const size_t scratch_bytes =
+      (align_up(static_cast<size_t>(t.cols), 8) + 2 * static_cast<size_t>(t.groups)) * kPanel * sizeof(float);
   Memory scratch(scratch_bytes * static_cast<size_t>(team.size()));
   team.run([&](int thread) {
     PackArgs p{};
@@ -100,7 +104,8 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
     }
   });
   if (bad_row >= 0)
-    fail(PE_FORMAT, "NaN or Inf at row %lld, column %lld", static_cast<long long>(bad_row), static_cast<long long>(bad_col));
+    fail(PE_FORMAT, "NaN or Inf at row %lld, column %lld", static_cast<long long>(bad_row),
+         static_cast<long long>(bad_col));
 }
 
 void pe_backend::dequantize(int32_t id, float* out) {

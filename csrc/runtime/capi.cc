@@ -13,7 +13,8 @@ namespace {
 template <class T>
 const T& checked(const T* s, const char* what) {
   if (!s) fail(PE_REQUEST, "%s is NULL", what);
-  if (s->struct_size != sizeof(T)) fail(PE_REQUEST, "%s has struct_size %u; expected %zu", what, s->struct_size, sizeof(T));
+  if (s->struct_size != sizeof(T))
+    fail(PE_REQUEST, "%s has struct_size %u; expected %zu", what, s->struct_size, sizeof(T));
   return *s;
 }
 
@@ -47,8 +48,12 @@ const char* pe_compiler(void) {
 #endif
 }
 int32_t pe_isa_count(void) { return static_cast<int32_t>(implementations().size()); }
-const char* pe_isa_name(int32_t i) { return i >= 0 && i < pe_isa_count() ? implementations()[static_cast<size_t>(i)].name : nullptr; }
-int32_t pe_isa_available(int32_t i) { return i >= 0 && i < pe_isa_count() && implementations()[static_cast<size_t>(i)].available; }
+const char* pe_isa_name(int32_t i) {
+  return i >= 0 && i < pe_isa_count() ? implementations()[static_cast<size_t>(i)].name : nullptr;
+}
+int32_t pe_isa_available(int32_t i) {
+  return i >= 0 && i < pe_isa_count() && implementations()[static_cast<size_t>(i)].available;
+}
 const char* pe_cpu_features(void) { return cpu_features().c_str(); }
 int32_t pe_default_threads(void) { return default_threads(); }
 
@@ -104,7 +109,8 @@ pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int6
     check_pointer(backend, "backend");
     check_pointer(id, "id");
     check_pointer(table, "table");
-    if (positions < 1 || rotary_dim < 2 || rotary_dim % 2) fail(PE_REQUEST, "rope table of %lld positions, rotary_dim %d", static_cast<long long>(positions), rotary_dim);
+    if (positions < 1 || rotary_dim < 2 || rotary_dim % 2)
+      fail(PE_REQUEST, "rope table of %lld positions, rotary_dim %d", static_cast<long long>(positions), rotary_dim);
     if (*id >= 0) {
       const RopeTable& old = backend->rope(*id);
       if (old.rotary_dim != rotary_dim) fail(PE_REQUEST, "rotary_dim %d; the table has %d", rotary_dim, old.rotary_dim);

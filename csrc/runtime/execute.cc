@@ -66,7 +66,8 @@ void Program::fail_later(pe_status status, const char* format, ...) {
   va_end(args);
 }
 
-// Threads take chunks of [0, count) until none is left or the batch is cancelled. Results never depend on who took what.
+// Threads take chunks of [0, count) until none is left or the batch is cancelled. Results never depend on who took
+// what.
 template <class F>
 void Program::share(int64_t count, int64_t chunk, F&& body) {
   const volatile int32_t* cancel = batch_->cancel;
@@ -143,10 +144,12 @@ void Program::mask_columns(const Op& op, int64_t t, int) {
 }
 
 void Program::tap(const Op& op, int64_t t, int) {
-  std::memcpy(batch_->taps[op.d.head_dim] + t * op.input->width, op.input->row(t), static_cast<size_t>(op.input->width) * 4);
+  std::memcpy(batch_->taps[op.d.head_dim] + t * op.input->width, op.input->row(t),
+              static_cast<size_t>(op.input->width) * 4);
 }
 
-// ---- heads: q heads first, then k, then v ----------------------------------------------------------------------------
+// ---- heads: q heads first, then k, then v
+// ----------------------------------------------------------------------------
 
 int64_t Program::head_column(const Op& op, int64_t head) const {
   const int64_t heads = op.d.heads, kv = op.d.kv_heads, dim = op.d.head_dim;
@@ -236,8 +239,8 @@ int64_t panel_chunk(int64_t panels, int64_t tokens, int threads) {
 }
 }  // namespace
 
-void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, bool accumulate,
-                     int thread) {
+void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out,
+                     bool accumulate, int thread) {
   share(w.panels, panel_chunk(w.panels, batch_->tokens, backend_.team.size()), [&](int64_t begin, int64_t end) {
     linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, accumulate, batch_->tokens, thread);
   });
@@ -298,7 +301,8 @@ void Program::lm_head(const Op& op, int thread) {
       for (int64_t r = 0; r < rows; ++r) check(out + r * logits_stride_, (inside - begin) * kPanel, r);
     }
     if (end > whole) {  // the last panel is wider than what is left of a row
-      float* last = reinterpret_cast<float*>(thread_scratch(thread) + align_up(static_cast<size_t>(w.padded_cols) * kPanel, kAlign));
+      float* last = reinterpret_cast<float*>(thread_scratch(thread) +
+                                             align_up(static_cast<size_t>(w.padded_cols) * kPanel, kAlign));
       linear_range(w, in, op.bias, whole, whole + 1, last, kPanel, false, rows, thread);
       const int64_t n = w.rows - whole * kPanel;
       for (int64_t r = 0; r < rows; ++r) {
@@ -313,8 +317,9 @@ void Program::sample(const Op&, int thread) {
   if (!batch_->sampled) return;
   float* work = reinterpret_cast<float*>(thread_scratch(thread));
   share(batch_->logits_count, 1, [&](int64_t r, int64_t) {
-    const int32_t id = sample_row(k_, logits_out_ + r * logits_stride_, vocab_, batch_->sampling ? batch_->sampling + r : nullptr,
-                                  work, batch_->sampled_logprob ? batch_->sampled_logprob + r : nullptr);
+    const int32_t id =
+        sample_row(k_, logits_out_ + r * logits_stride_, vocab_, batch_->sampling ? batch_->sampling + r : nullptr,
+                   work, batch_->sampled_logprob ? batch_->sampled_logprob + r : nullptr);
     batch_->sampled[r] = id;
     if (id < 0) fail_later(PE_REQUEST, "no token can be chosen: every logit is -inf after the logit bias");
   });

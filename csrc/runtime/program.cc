@@ -11,15 +11,32 @@ namespace pe {
 
 uint64_t now_ns() {
   return static_cast<uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count());
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
 }
 
 namespace {
 
-const char* const kOpNames[] = {"embed",     "load_hidden", "norm",         "quantize",         "linear",
-                                "qk_norm",   "rope",        "kv_append",    "attention",        "add",
-                                "act_mul",   "mask_columns", "tap",         "norm_quantize",    "qkv_rope_append",
-                                "attention_quantize", "linear_residual", "gated_ffn_residual", "lm_head", "sample"};
+const char* const kOpNames[] = {"embed",
+                                "load_hidden",
+                                "norm",
+                                "quantize",
+                                "linear",
+                                "qk_norm",
+                                "rope",
+                                "kv_append",
+                                "attention",
+                                "add",
+                                "act_mul",
+                                "mask_columns",
+                                "tap",
+                                "norm_quantize",
+                                "qkv_rope_append",
+                                "attention_quantize",
+                                "linear_residual",
+                                "gated_ffn_residual",
+                                "lm_head",
+                                "sample"};
 static_assert(sizeof kOpNames / sizeof *kOpNames == PE_OP_COUNT);
 
 constexpr int32_t kMaxBatchTokens = 1 << 20;
@@ -41,7 +58,8 @@ void shape(Buffer& b, int64_t rows) {
     // the extra 64 keeps rows of a power of two from sharing cache sets
     b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kActGroup)) + kActGroup;
     const int64_t groups = (b.width + kActGroup - 1) / kActGroup;
-    b.bytes = static_cast<size_t>(slack) * (static_cast<size_t>(b.stride) + static_cast<size_t>(groups) * 8 * 4 + align_up(static_cast<size_t>(groups), 8));
+    b.bytes = static_cast<size_t>(slack) * (static_cast<size_t>(b.stride) + static_cast<size_t>(groups) * 8 * 4 +
+                                            align_up(static_cast<size_t>(groups), 8));
   }
   b.bytes = align_up(b.bytes, kAlign);
 }
@@ -79,11 +97,13 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
       timed_(desc.timed != 0) {
   if (desc.op_count < 1 || desc.buffer_count < 1) fail(PE_REQUEST, "a program needs ops and buffers");
   if (max_tokens_ < 1 || max_tokens_ > kMaxBatchTokens || max_sequences_ < 1 || max_sequences_ > kMaxBatchTokens)
-    fail(PE_REQUEST, "max_batch_tokens %d, max_sequences %d; expected 1 to %d", max_tokens_, max_sequences_, kMaxBatchTokens);
+    fail(PE_REQUEST, "max_batch_tokens %d, max_sequences %d; expected 1 to %d", max_tokens_, max_sequences_,
+         kMaxBatchTokens);
   buffers_.resize(static_cast<size_t>(desc.buffer_count));
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const pe_buffer_desc& d = desc.buffers[i];
-    if (d.width < 1 || d.width > (int64_t{1} << 31)) fail(PE_REQUEST, "buffer %zu has width %lld", i, static_cast<long long>(d.width));
+    if (d.width < 1 || d.width > (int64_t{1} << 31))
+      fail(PE_REQUEST, "buffer %zu has width %lld", i, static_cast<long long>(d.width));
     buffers_[i].quantized = d.quantized != 0;
     buffers_[i].width = d.width;
     shape(buffers_[i], max_tokens_);
@@ -91,7 +111,8 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
   ops_.resize(static_cast<size_t>(desc.op_count));
   for (size_t i = 0; i < ops_.size(); ++i) {
     const pe_op& d = desc.ops[i];
-    if (d.struct_size != sizeof(pe_op)) fail(PE_REQUEST, "op %zu: struct_size %u; expected %zu", i, d.struct_size, sizeof(pe_op));
+    if (d.struct_size != sizeof(pe_op))
+      fail(PE_REQUEST, "op %zu: struct_size %u; expected %zu", i, d.struct_size, sizeof(pe_op));
     if (d.kind < 0 || d.kind >= PE_OP_COUNT) fail(PE_UNSUPPORTED, "op %zu: kind %d is not in this backend", i, d.kind);
     resolve(d, ops_[i]);
     check(ops_[i]);
@@ -131,8 +152,12 @@ void Program::resolve(const pe_op& d, Op& op) {
   op.norm2 = vector(d.norm2, "the second norm is not a vector");
   if (d.rope >= 0) op.rope = &backend_.rope(d.rope);
   if (d.kv_group >= 0) op.kv = &backend_.kv(d.kv_group);
-  op.k_column = static_cast<int64_t>(align_up(static_cast<size_t>(d.heads > 0 ? d.heads : 0) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
-  op.v_column = op.k_column + static_cast<int64_t>(align_up(static_cast<size_t>(std::max(d.kv_heads, 0)) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
+  op.k_column = static_cast<int64_t>(
+      align_up(static_cast<size_t>(d.heads > 0 ? d.heads : 0) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
+  op.v_column =
+      op.k_column +
+      static_cast<int64_t>(align_up(
+          static_cast<size_t>(std::max(d.kv_heads, 0)) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
 }
 
 void Program::check_linear(const Op& op, const Packed* w, const Buffer* in, const char* what) const {
@@ -160,40 +185,48 @@ void Program::check(const Op& op) {
     need(d, b->width >= end, "the [q | k | v] buffer is too narrow");
   };
   const auto check_rope = [&] {
-    need(d, op.rope && op.rope->rotary_dim % 2 == 0 && op.rope->rotary_dim <= d.head_dim, "the rope table does not fit the head");
+    need(d, op.rope && op.rope->rotary_dim % 2 == 0 && op.rope->rotary_dim <= d.head_dim,
+         "the rope table does not fit the head");
   };
   const auto check_kv = [&] {
     check_heads();
-    need(d, op.kv && op.kv->desc().kv_heads == d.kv_heads && op.kv->desc().k_dim == d.head_dim &&
-                op.kv->desc().v_dim == d.head_dim && d.kv_layer >= 0 && d.kv_layer < op.kv->desc().layers,
+    need(d,
+         op.kv && op.kv->desc().kv_heads == d.kv_heads && op.kv->desc().k_dim == d.head_dim &&
+             op.kv->desc().v_dim == d.head_dim && d.kv_layer >= 0 && d.kv_layer < op.kv->desc().layers,
          "the KV group has another shape");
   };
   const auto check_norms = [&](bool required) {
     need(d, !required || (op.norm && op.norm2), "needs the norms of q and k");
-    need(d, (!op.norm || tensor_cols(d.norm) == d.head_dim) && (!op.norm2 || tensor_cols(d.norm2) == d.head_dim) &&
-                !op.norm == !op.norm2, "the norms of q and k must both have head_dim columns");
+    need(d,
+         (!op.norm || tensor_cols(d.norm) == d.head_dim) && (!op.norm2 || tensor_cols(d.norm2) == d.head_dim) &&
+             !op.norm == !op.norm2,
+         "the norms of q and k must both have head_dim columns");
   };
   switch (d.kind) {
     case PE_OP_EMBED:
-      need(d, op.weight && op.output && !op.output->quantized && op.output->width == op.weight->cols, "needs a table and a float32 output of its width");
+      need(d, op.weight && op.output && !op.output->quantized && op.output->width == op.weight->cols,
+           "needs a table and a float32 output of its width");
       break;
-    case PE_OP_LOAD_HIDDEN:
-      need(d, op.output && !op.output->quantized, "needs a float32 output");
-      break;
+    case PE_OP_LOAD_HIDDEN: need(d, op.output && !op.output->quantized, "needs a float32 output"); break;
     case PE_OP_NORM:
-      need(d, two_floats && op.norm && op.input->width == op.output->width && tensor_cols(d.norm) == op.input->width, "shapes differ");
+      need(d, two_floats && op.norm && op.input->width == op.output->width && tensor_cols(d.norm) == op.input->width,
+           "shapes differ");
       break;
     case PE_OP_NORM_QUANTIZE:
       need(d, op.norm && tensor_cols(d.norm) == (op.input ? op.input->width : -1), "the norm's width differs");
       [[fallthrough]];
     case PE_OP_QUANTIZE:
-      need(d, op.input && op.output && !op.input->quantized && op.output->quantized && op.input->width == op.output->width, "needs a float32 input and an int8 output of one width");
+      need(d,
+           op.input && op.output && !op.input->quantized && op.output->quantized && op.input->width == op.output->width,
+           "needs a float32 input and an int8 output of one width");
       break;
     case PE_OP_LINEAR:
     case PE_OP_LINEAR_RESIDUAL:
       check_linear(op, op.weight, op.input, "needs a weight and an input");
-      need(d, op.output && !op.output->quantized && op.output->width <= rows16(op.weight) &&
-                  rows16(op.weight) <= static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)), "the output's width differs from the weight's rows");
+      need(d,
+           op.output && !op.output->quantized && op.output->width <= rows16(op.weight) &&
+               rows16(op.weight) <= static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)),
+           "the output's width differs from the weight's rows");
       check_bias(d.bias, op.weight);
       break;
     case PE_OP_QK_NORM:
@@ -216,7 +249,8 @@ void Program::check(const Op& op) {
       check_norms(false);
       check_bias(d.bias, op.weight);
       need(d, d.head_dim % kPanel == 0, "the fused form needs a head_dim of whole panels");
-      need(d, op.weight->rows == int64_t{d.heads + 2 * d.kv_heads} * d.head_dim, "the weight's rows are not [q | k | v]");
+      need(d, op.weight->rows == int64_t{d.heads + 2 * d.kv_heads} * d.head_dim,
+           "the weight's rows are not [q | k | v]");
       break;
     case PE_OP_ATTENTION:
     case PE_OP_ATTENTION_QUANTIZE: {
@@ -226,18 +260,21 @@ void Program::check(const Op& op) {
       const int64_t width = int64_t{d.heads} * d.head_dim;
       need(d, op.input && !op.input->quantized && op.input->width >= width, "needs the float32 q");
       need(d, out && !out->quantized && out->width == width, "needs a float32 output of heads * head_dim");
-      need(d, !fused || (op.output && op.output->quantized && op.output->width == width), "needs an int8 output of heads * head_dim");
+      need(d, !fused || (op.output && op.output->quantized && op.output->width == width),
+           "needs an int8 output of heads * head_dim");
       need(d, d.window >= 0, "the window is negative");
       break;
     }
-    case PE_OP_ADD:
-      need(d, two_floats && op.input->width == op.output->width, "shapes differ");
-      break;
+    case PE_OP_ADD: need(d, two_floats && op.input->width == op.output->width, "shapes differ"); break;
     case PE_OP_ACT_MUL:
-      need(d, two_floats && op.input->width == 2 * static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)), "the input is not gate and up of the output, interleaved");
+      need(d,
+           two_floats &&
+               op.input->width == 2 * static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)),
+           "the input is not gate and up of the output, interleaved");
       break;
     case PE_OP_MASK_COLUMNS:
-      need(d, op.output && !op.output->quantized && op.norm && tensor_cols(d.norm) == op.output->width, "the mask's width differs");
+      need(d, op.output && !op.output->quantized && op.norm && tensor_cols(d.norm) == op.output->width,
+           "the mask's width differs");
       break;
     case PE_OP_TAP:
       need(d, op.input && !op.input->quantized && d.head_dim >= 0, "needs a float32 input");
@@ -246,13 +283,18 @@ void Program::check(const Op& op) {
     case PE_OP_GATED_FFN_RESIDUAL:
       check_linear(op, op.weight, op.input, "needs gate and up");
       check_linear(op, op.weight2, op.scratch, "needs down and the buffer of the activation");
-      need(d, op.output && !op.output->quantized && static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)) == rows16(op.weight2), "the output's width differs from down's rows");
-      need(d, op.weight->panels == 2 * ((op.scratch->width + kPanel - 1) / kPanel), "gate and up do not fit the activation");
+      need(d,
+           op.output && !op.output->quantized &&
+               static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)) == rows16(op.weight2),
+           "the output's width differs from down's rows");
+      need(d, op.weight->panels == 2 * ((op.scratch->width + kPanel - 1) / kPanel),
+           "gate and up do not fit the activation");
       check_bias(d.bias, op.weight);
       check_bias(d.bias2, op.weight2);
       break;
     case PE_OP_LM_HEAD: {
-      need(d, op.input && !op.input->quantized && op.norm && op.weight && is_packed(op.weight->format), "needs the hidden state, a norm and a packed weight");
+      need(d, op.input && !op.input->quantized && op.norm && op.weight && is_packed(op.weight->format),
+           "needs the hidden state, a norm and a packed weight");
       need(d, tensor_cols(d.norm) == op.input->width && op.weight->cols == op.input->width, "shapes differ");
       need(d, !vocab_, "a program has one lm_head");
       vocab_ = static_cast<int32_t>(op.weight->rows);
@@ -287,14 +329,16 @@ void Program::plan() {
     }
     if (life.first < ops_.size()) lives.push_back(life);
   }
-  std::stable_sort(lives.begin(), lives.end(), [](const Life& a, const Life& b) { return a.buffer->bytes > b.buffer->bytes; });
+  std::stable_sort(lives.begin(), lives.end(),
+                   [](const Life& a, const Life& b) { return a.buffer->bytes > b.buffer->bytes; });
   size_t total = 0;
   std::vector<const Life*> placed;
   for (const Life& life : lives) {
     std::vector<const Life*> rivals;
     for (const Life* p : placed)
       if (p->first <= life.last && life.first <= p->last) rivals.push_back(p);
-    std::sort(rivals.begin(), rivals.end(), [](const Life* a, const Life* b) { return a->buffer->offset < b->buffer->offset; });
+    std::sort(rivals.begin(), rivals.end(),
+              [](const Life* a, const Life* b) { return a->buffer->offset < b->buffer->offset; });
     size_t at = 0;
     for (const Life* p : rivals) {
       if (at + life.buffer->bytes <= p->buffer->offset) break;
@@ -363,20 +407,26 @@ void Program::plan_scratch() {
 
 void Program::check_sampling(const pe_sampling& p) const {
   const auto probability = [](float x) { return x >= 0.0f && x <= 1.0f; };
-  if (!(p.temperature >= 0.0f) || std::isinf(p.temperature)) fail(PE_REQUEST, "temperature is %g; expected 0 or more, finite", static_cast<double>(p.temperature));
-  if (!probability(p.top_p) || !probability(p.min_p)) fail(PE_REQUEST, "top_p %g, min_p %g; expected 0 to 1", static_cast<double>(p.top_p), static_cast<double>(p.min_p));
-  if (!(p.repetition_penalty > 0.0f) || std::isinf(p.repetition_penalty)) fail(PE_REQUEST, "repetition_penalty is %g; expected above 0", static_cast<double>(p.repetition_penalty));
+  if (!(p.temperature >= 0.0f) || std::isinf(p.temperature))
+    fail(PE_REQUEST, "temperature is %g; expected 0 or more, finite", static_cast<double>(p.temperature));
+  if (!probability(p.top_p) || !probability(p.min_p))
+    fail(PE_REQUEST, "top_p %g, min_p %g; expected 0 to 1", static_cast<double>(p.top_p), static_cast<double>(p.min_p));
+  if (!(p.repetition_penalty > 0.0f) || std::isinf(p.repetition_penalty))
+    fail(PE_REQUEST, "repetition_penalty is %g; expected above 0", static_cast<double>(p.repetition_penalty));
   if (p.penalty_count < 0 || p.bias_count < 0 || p.top_k < 0) fail(PE_REQUEST, "a sampling count is negative");
   for (int32_t i = 0; i < p.penalty_count; ++i)
-    if (p.penalty_ids[i] < 0 || p.penalty_ids[i] >= vocab_) fail(PE_REQUEST, "penalty id %d; expected 0 to %d", p.penalty_ids[i], vocab_ - 1);
+    if (p.penalty_ids[i] < 0 || p.penalty_ids[i] >= vocab_)
+      fail(PE_REQUEST, "penalty id %d; expected 0 to %d", p.penalty_ids[i], vocab_ - 1);
   for (int32_t i = 0; i < p.bias_count; ++i)
     if (p.bias_ids[i] < 0 || p.bias_ids[i] >= vocab_ || std::isnan(p.bias_values[i]))
       fail(PE_REQUEST, "logit bias of id %d; expected ids 0 to %d and no NaN", p.bias_ids[i], vocab_ - 1);
 }
 
 void Program::check_batch(const pe_batch& b) const {
-  if (b.tokens < 1 || b.tokens > max_tokens_) fail(PE_REQUEST, "batch of %d tokens; expected 1 to %d", b.tokens, max_tokens_);
-  if (b.sequences < 1 || b.sequences > b.tokens) fail(PE_REQUEST, "batch of %d sequences with %d tokens", b.sequences, b.tokens);
+  if (b.tokens < 1 || b.tokens > max_tokens_)
+    fail(PE_REQUEST, "batch of %d tokens; expected 1 to %d", b.tokens, max_tokens_);
+  if (b.sequences < 1 || b.sequences > b.tokens)
+    fail(PE_REQUEST, "batch of %d sequences with %d tokens", b.sequences, b.tokens);
   if (!b.query_start || !b.positions || b.query_start[0] != 0 || b.query_start[b.sequences] != b.tokens)
     fail(PE_REQUEST, "query_start must run from 0 to the number of tokens");
   for (int32_t s = 0; s < b.sequences; ++s) {
@@ -386,9 +436,12 @@ void Program::check_batch(const pe_batch& b) const {
     for (int32_t t = begin + 1; t < end; ++t)
       if (b.positions[t] != b.positions[t - 1] + 1) fail(PE_REQUEST, "positions of sequence %d are not consecutive", s);
     const int32_t last = b.positions[end - 1];
-    if (last / kKvBlock >= b.block_table_width && b.block_tables) fail(PE_REQUEST, "position %d is past the block table", last);
+    if (last / kKvBlock >= b.block_table_width && b.block_tables)
+      fail(PE_REQUEST, "position %d is past the block table", last);
     for (const Op& op : ops_) {
-      if (op.rope && last >= op.rope->positions) fail(PE_REQUEST, "position %d is past the rope table of %lld", last, static_cast<long long>(op.rope->positions));
+      if (op.rope && last >= op.rope->positions)
+        fail(PE_REQUEST, "position %d is past the rope table of %lld", last,
+             static_cast<long long>(op.rope->positions));
     }
   }
   int32_t checked = -1;
@@ -396,23 +449,30 @@ void Program::check_batch(const pe_batch& b) const {
     if (op.d.kind == PE_OP_EMBED) {
       if (!b.token_ids) fail(PE_REQUEST, "the batch has no token ids");
       for (int32_t t = 0; t < b.tokens; ++t)
-        if (b.token_ids[t] < 0 || b.token_ids[t] >= op.weight->rows) fail(PE_REQUEST, "token id %d; expected 0 to %lld", b.token_ids[t], static_cast<long long>(op.weight->rows - 1));
+        if (b.token_ids[t] < 0 || b.token_ids[t] >= op.weight->rows)
+          fail(PE_REQUEST, "token id %d; expected 0 to %lld", b.token_ids[t],
+               static_cast<long long>(op.weight->rows - 1));
     }
     if (op.d.kind == PE_OP_LOAD_HIDDEN && !b.hidden) fail(PE_REQUEST, "the batch has no hidden state");
     if (!op.kv || op.d.kv_group == checked) continue;
     checked = op.d.kv_group;
-    if (!b.block_tables || !b.block_tables[checked]) fail(PE_REQUEST, "the batch has no block table for KV group %d", checked);
+    if (!b.block_tables || !b.block_tables[checked])
+      fail(PE_REQUEST, "the batch has no block table for KV group %d", checked);
     for (int32_t s = 0; s < b.sequences; ++s)
       for (int32_t i = 0; i <= b.positions[b.query_start[s + 1] - 1] / kKvBlock; ++i) {
         const int32_t block = block_of(op, s, i);
-        if (block < 0 || block >= op.kv->blocks()) fail(PE_REQUEST, "block %d of sequence %d; the group has %d", block, s, op.kv->blocks());
+        if (block < 0 || block >= op.kv->blocks())
+          fail(PE_REQUEST, "block %d of sequence %d; the group has %d", block, s, op.kv->blocks());
       }
   }
   if (tap_count_ && !b.taps) fail(PE_REQUEST, "the batch has no room for the %d taps", tap_count_);
-  if (b.logits_count < 0 || (b.logits_count > 0 && (!vocab_ || !b.logits_rows))) fail(PE_REQUEST, "logits_rows do not fit the program");
-  if (b.logits_count > (b.logits ? max_tokens_ : max_sequences_)) fail(PE_REQUEST, "%d logits rows are too many", b.logits_count);
+  if (b.logits_count < 0 || (b.logits_count > 0 && (!vocab_ || !b.logits_rows)))
+    fail(PE_REQUEST, "logits_rows do not fit the program");
+  if (b.logits_count > (b.logits ? max_tokens_ : max_sequences_))
+    fail(PE_REQUEST, "%d logits rows are too many", b.logits_count);
   for (int32_t r = 0; r < b.logits_count; ++r) {
-    if (b.logits_rows[r] < 0 || b.logits_rows[r] >= b.tokens) fail(PE_REQUEST, "logits row %d is not a token of the batch", b.logits_rows[r]);
+    if (b.logits_rows[r] < 0 || b.logits_rows[r] >= b.tokens)
+      fail(PE_REQUEST, "logits row %d is not a token of the batch", b.logits_rows[r]);
     if (b.sampling && b.sampled) check_sampling(b.sampling[r]);
   }
   if (b.sampled && !has_sample_) fail(PE_REQUEST, "the program does not sample");

@@ -1,5 +1,6 @@
-// A program: ops checked once, one arena, and run() that executes a whole step with the threads inside from the first op
-// to the last. program.cc checks and plans; execute.cc holds the ops, attention.cc the attention op, sampler.cc sampling.
+// A program: ops checked once, one arena, and run() that executes a whole step with the threads inside from the first
+// op to the last. program.cc checks and plans; execute.cc holds the ops, attention.cc the attention op, sampler.cc
+// sampling.
 #pragma once
 
 #include <atomic>
@@ -36,8 +37,8 @@ struct Op {
 // Tokens of one sequence whose query heads are handled together.
 struct TokenTile {
   int32_t sequence, begin, end;
-  int32_t partitions;      // up to the last token's
-  int64_t first_partial;   // rows of partial results before this tile's
+  int32_t partitions;     // up to the last token's
+  int64_t first_partial;  // rows of partial results before this tile's
 };
 
 struct Tiling {
@@ -151,7 +152,8 @@ class Program {
 uint64_t now_ns();
 
 // sampler.cc: one row; `work` has 2 * n floats. Returns the id; -1 if nothing can be chosen.
-int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work, float* logprob);
+int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work,
+                   float* logprob);
 
 }  // namespace pe
 

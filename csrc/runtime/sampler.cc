@@ -46,7 +46,9 @@ void largest_first(const float* x, int32_t* order, int64_t n, int64_t count) {
 
 int32_t pick(const float* x, int64_t n, const pe_sampling& p, float max, int32_t* order) {
   const double inverse = 1.0 / static_cast<double>(p.temperature);
-  const auto weight = [&](int32_t i) { return std::exp((static_cast<double>(x[i]) - static_cast<double>(max)) * inverse); };
+  const auto weight = [&](int32_t i) {
+    return std::exp((static_cast<double>(x[i]) - static_cast<double>(max)) * inverse);
+  };
   for (int64_t i = 0; i < n; ++i) order[i] = static_cast<int32_t>(i);
   int64_t kept = n;
   if (p.top_k > 0 && p.top_k < n) {
@@ -94,7 +96,8 @@ int32_t pick(const float* x, int64_t n, const pe_sampling& p, float max, int32_t
 
 }  // namespace
 
-int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work, float* logprob) {
+int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work,
+                   float* logprob) {
   float max;
   int32_t finite;
   const int32_t best = k.argmax(logits, n, &max, &finite);
@@ -111,7 +114,8 @@ int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const p
   }
   if (p && p->temperature > 0.0f) id = pick(x, n, *p, max, reinterpret_cast<int32_t*>(work + n));
   if (logprob)
-    *logprob = static_cast<float>(static_cast<double>(logits[id]) - static_cast<double>(top) - std::log(k.sum_exp(logits, n, top)));
+    *logprob = static_cast<float>(static_cast<double>(logits[id]) - static_cast<double>(top) -
+                                  std::log(k.sum_exp(logits, n, top)));
   return id;
 }
 

@@ -23,7 +23,18 @@ VOCAB = 97
 PROMPT = [5, 17, 3, 80]
 
 JSON_KEYS = {
-    *("text", "tokens", "finish_reason", "stop_reason", "prompt_format", "seed", "model", "family", "quant", "group_size"),
+    *(
+        "text",
+        "tokens",
+        "finish_reason",
+        "stop_reason",
+        "prompt_format",
+        "seed",
+        "model",
+        "family",
+        "quant",
+        "group_size",
+    ),
     *("device", "isa", "threads", "version", "usage", "timings", "ffn_share", "decode_breakdown"),
     *("weight_bytes_per_token", "peak_rss_bytes"),
 }

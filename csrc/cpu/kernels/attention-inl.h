@@ -1,8 +1,8 @@
 // Attention over one partition of 256 keys for a tile of query rows, and the merge of partitions.
 //
-// Scores: lanes are keys, one fma chain over the head's columns, ascending. Values: lanes are columns, one fma chain over
-// the keys, ascending. A key outside a row's range has weight exactly 0, which changes no bit of the chain, so a row's
-// result does not depend on the rows beside it.
+// Scores: lanes are keys, one fma chain over the head's columns, ascending. Values: lanes are columns, one fma chain
+// over the keys, ascending. A key outside a row's range has weight exactly 0, which changes no bit of the chain, so a
+// row's result does not depend on the rows beside it.
 #pragma once
 
 namespace {
@@ -39,24 +39,22 @@ void score_rows(const AttentionArgs& a, int row, const uint8_t* block, float* ou
 template <int DTYPE, int R, int C>
 void value_rows(const AttentionArgs& a, int row, int64_t column, int first, int last) {
   F acc[R][C];
-  PE_UNROLL for (int r = 0; r < R; ++r)
-    PE_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = simd::zero();
+  PE_UNROLL for (int r = 0; r < R; ++r) PE_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = simd::zero();
   const float* weights = a.scores + row * kPartition;
   for (int b = first / kKvBlock; b * kKvBlock < last; ++b) {
     const int begin = b * kKvBlock < first ? first : b * kKvBlock;
     const int end = (b + 1) * kKvBlock < last ? (b + 1) * kKvBlock : last;
     for (int k = begin; k < end; ++k) {
       F v[C];
-      PE_UNROLL for (int c = 0; c < C; ++c)
-        v[c] = load_kv<DTYPE>(a.v_blocks[b], (k - b * kKvBlock) * static_cast<int64_t>(a.v_stride) + column + 16 * c);
+      PE_UNROLL for (int c = 0; c < C; ++c) v[c] =
+          load_kv<DTYPE>(a.v_blocks[b], (k - b * kKvBlock) * static_cast<int64_t>(a.v_stride) + column + 16 * c);
       PE_UNROLL for (int r = 0; r < R; ++r) {
         const F w = simd::set1(weights[r * kPartition + k]);
         PE_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = simd::fma(w, v[c], acc[r][c]);
       }
     }
   }
-  PE_UNROLL for (int r = 0; r < R; ++r)
-    PE_UNROLL for (int c = 0; c < C; ++c)
+  PE_UNROLL for (int r = 0; r < R; ++r) PE_UNROLL for (int c = 0; c < C; ++c)
       simd::store(a.acc_out + (row + r) * static_cast<int64_t>(a.v_stride) + column + 16 * c, acc[r][c]);
 }
 
@@ -125,8 +123,10 @@ void attention_partition(const AttentionArgs& a) {
 }
 
 void attention(const AttentionArgs* args) {
-  if (args->dtype == PE_SRC_F32) attention_partition<PE_SRC_F32>(*args);
-  else attention_partition<PE_SRC_BF16>(*args);
+  if (args->dtype == PE_SRC_F32)
+    attention_partition<PE_SRC_F32>(*args);
+  else
+    attention_partition<PE_SRC_BF16>(*args);
 }
 
 // acc = acc * exp(max - m) + other * exp(other_max - m), m the larger maximum
@@ -156,20 +156,24 @@ inline uint16_t float_to_bf16(float x) {  // nearest even; NaN stays NaN
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// K block [dim][32], V block [32][stride]. What an earlier owner left in other slots is never used: scores of keys outside
-// a row's range are overwritten, and values are read only of keys that some row of the tile wants. So the tokens of a
-// block may be stored in any order, by any threads.
+// K block [dim][32], V block [32][stride]. What an earlier owner left in other slots is never used: scores of keys
+// outside a row's range are overwritten, and values are read only of keys that some row of the tile wants. So the
+// tokens of a block may be stored in any order, by any threads.
 void store_k(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype) {
   for (int32_t d = 0; d < dim; ++d) {
-    if (dtype == PE_SRC_F32) reinterpret_cast<float*>(block)[d * kKvBlock + slot] = k[d];
-    else reinterpret_cast<uint16_t*>(block)[d * kKvBlock + slot] = float_to_bf16(k[d]);
+    if (dtype == PE_SRC_F32)
+      reinterpret_cast<float*>(block)[d * kKvBlock + slot] = k[d];
+    else
+      reinterpret_cast<uint16_t*>(block)[d * kKvBlock + slot] = float_to_bf16(k[d]);
   }
 }
 
 void store_v(const float* v, uint8_t* block, int32_t slot, int32_t dim, int32_t stride, int32_t dtype) {
   for (int32_t d = 0; d < dim; ++d) {
-    if (dtype == PE_SRC_F32) reinterpret_cast<float*>(block)[slot * stride + d] = v[d];
-    else reinterpret_cast<uint16_t*>(block)[slot * stride + d] = float_to_bf16(v[d]);
+    if (dtype == PE_SRC_F32)
+      reinterpret_cast<float*>(block)[slot * stride + d] = v[d];
+    else
+      reinterpret_cast<uint16_t*>(block)[slot * stride + d] = float_to_bf16(v[d]);
   }
 }
 

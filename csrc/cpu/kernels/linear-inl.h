@@ -57,8 +57,9 @@ struct Scales {  // of one panel: the stored numbers, times the units of its row
     minimum_unit = simd::load(reinterpret_cast<const float*>(base) + (Weights<FORMAT>::kMinimum ? kPanel : 0));
   }
   F scale(int64_t group) const {
-    const F steps = Weights<FORMAT>::kMinimum ? simd::load_u8(scales + group * kPanel)
-                                              : simd::load_i16(reinterpret_cast<const int16_t*>(scales) + group * kPanel);
+    const F steps = Weights<FORMAT>::kMinimum
+                        ? simd::load_u8(scales + group * kPanel)
+                        : simd::load_i16(reinterpret_cast<const int16_t*>(scales) + group * kPanel);
     return simd::mul(steps, scale_unit);
   }
   F minimum(int64_t group) const {
@@ -173,8 +174,7 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
       }
     }
   }
-  PE_UNROLL for (int p = 0; p < P; ++p)
-    PE_UNROLL for (int m = 0; m < M; ++m)
+  PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int m = 0; m < M; ++m)
       write_out(a, m, panel + p, add_outliers<FORMAT>(f[p][m], a, scales[p], panel + p, m));
 }
 
@@ -215,11 +215,11 @@ void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t 
     bytes += columns * kPanel;
     const int64_t g = ratio == 1 ? s : s / ratio;
     const F scale = scales.scale(g), minimum = scales.minimum(g);
-    PE_UNROLL for (int j = 0; j < T; ++j)
-      f[j] = add_block<FORMAT, SUB>(f[j], acc[j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
+    PE_UNROLL for (int j = 0; j < T; ++j) f[j] =
+        add_block<FORMAT, SUB>(f[j], acc[j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
   }
-  PE_UNROLL for (int j = 0; j < T; ++j)
-    if (j < valid) write_out(a, token0 + j, panel, add_outliers<FORMAT>(f[j], a, scales, panel, token0 + j));
+  PE_UNROLL for (int j = 0; j < T; ++j) if (j < valid)
+      write_out(a, token0 + j, panel, add_outliers<FORMAT>(f[j], a, scales, panel, token0 + j));
 }
 
 template <int FORMAT>
@@ -254,22 +254,22 @@ void block_float(const LinearArgs& a, int64_t panel, int64_t token0, int64_t val
       F even, odd;
       float_step<FORMAT>(data[p], k, even, odd);
       simd::prefetch(data[p] + (FORMAT == PE_F32 ? 64 : 32) * k + 2048);
-      PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] = simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + k]), f[p][m]);
-      PE_UNROLL for (int m = 0; m < M; ++m)
-        f[p][m] = simd::fma(odd, simd::set1(row[m / 3][(m % 3) * stride + k + 1]), f[p][m]);
+      PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] =
+          simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + k]), f[p][m]);
+      PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] =
+          simd::fma(odd, simd::set1(row[m / 3][(m % 3) * stride + k + 1]), f[p][m]);
     }
   }
   if (w.cols % 2) {  // the packed data is padded to a pair; the activations are not read past K
     PE_UNROLL for (int p = 0; p < P; ++p) {
       F even, odd;
       float_step<FORMAT>(data[p], pairs, even, odd);
-      PE_UNROLL for (int m = 0; m < M; ++m)
-        f[p][m] = simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + pairs]), f[p][m]);
+      PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] =
+          simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + pairs]), f[p][m]);
     }
   }
-  PE_UNROLL for (int p = 0; p < P; ++p)
-    PE_UNROLL for (int m = 0; m < M; ++m)
-      if (m < valid) write_out(a, token0 + m, panel + p, f[p][m]);
+  PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int m = 0; m < M; ++m) if (m < valid)
+      write_out(a, token0 + m, panel + p, f[p][m]);
 }
 
 template <int FORMAT, int SUB, int M>
@@ -311,12 +311,16 @@ void linear_format(const LinearArgs& a) {
     for (int64_t t = 0; t < a.tokens;) {
       const int64_t left = a.tokens - t;
       if (T > kSmall && left <= kSmall) {
-        if constexpr (kFloat) block_float<FORMAT, kSmall, 1>(a, panel, t, left);
-        else tile_int<FORMAT, SUB, kSmall>(a, bytes, panel, t, left);
+        if constexpr (kFloat)
+          block_float<FORMAT, kSmall, 1>(a, panel, t, left);
+        else
+          tile_int<FORMAT, SUB, kSmall>(a, bytes, panel, t, left);
         t += kSmall;
       } else {
-        if constexpr (kFloat) block_float<FORMAT, T, 1>(a, panel, t, left);
-        else tile_int<FORMAT, SUB, T>(a, bytes, panel, t, left);
+        if constexpr (kFloat)
+          block_float<FORMAT, T, 1>(a, panel, t, left);
+        else
+          tile_int<FORMAT, SUB, T>(a, bytes, panel, t, left);
         t += T;
       }
     }

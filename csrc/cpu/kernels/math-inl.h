@@ -79,7 +79,8 @@ inline F gelu_tanh(F x) {
 inline I round_bf16(F x) {
   const I bits = simd::as_int(x);
   const I odd = simd::iand(simd::shr<16>(bits), simd::iset1(1));
-  return simd::iand(simd::iadd(bits, simd::iadd(simd::iset1(0x7fff), odd)), simd::iset1(static_cast<int32_t>(0xffff0000)));
+  return simd::iand(simd::iadd(bits, simd::iadd(simd::iset1(0x7fff), odd)),
+                    simd::iset1(static_cast<int32_t>(0xffff0000)));
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 //
 // The search (docs/packed_formats.md): every candidate fixes integers q by rounding and asks how much of the squared
 // error, weighted with the importance of the columns, the best scale (and minimum) for those q would remove; the
-// candidate with the largest gain wins, lane by lane. The values are then rounded as they are stored, and q again to them.
+// candidate with the largest gain wins, lane by lane. The values are then rounded as they are stored, and q again to
+// them.
 #pragma once
 
 namespace {
@@ -66,7 +67,7 @@ inline F safe_inverse(F x) {
   return simd::select_lt(simd::abs(x), simd::set1(1.2e-38f), simd::zero(), simd::div(simd::set1(1.0f), x));
 }
 
-struct Group {  // a group of one panel: n columns of 16 lanes
+struct Group {              // a group of one panel: n columns of 16 lanes
   const float* w;           // [n][16], lanes divided by their row's largest magnitude
   const float* importance;  // [n] or nullptr
   int n;
@@ -115,7 +116,8 @@ inline AffineFit fit_affine(const Group& g, Affine from, F mean, F h0) {
   const F inverse = safe_inverse(from.scale);
   F a = simd::zero(), b = simd::zero(), c = simd::zero();
   for (int k = 0; k < g.n; ++k) {
-    const F w = g.at(k), q = round_clip<0, 15>(simd::mul(simd::sub(w, from.minimum), inverse)), hq = simd::mul(g.h(k), q);
+    const F w = g.at(k), q = round_clip<0, 15>(simd::mul(simd::sub(w, from.minimum), inverse)),
+            hq = simd::mul(g.h(k), q);
     a = simd::add(a, hq);
     b = simd::fma(hq, q, b);
     c = simd::fma(hq, simd::sub(w, mean), c);
@@ -179,9 +181,13 @@ inline void store_nibbles(uint8_t* to, int n, int k, int pad, Q&& q) {
   simd::istore(reinterpret_cast<int32_t*>(to), word);
 }
 
+// int4 steps are so wide that a fitted value may pass the row's largest magnitude. Rows at the very end of float's
+// range are stored a little smaller, by less than half a step, so that this does not overflow.
+inline F leave_headroom(F amax) { return simd::min(amax, simd::set1(3.2e38f)); }
+
 // Scales are 0..255 and minimums -127..127 in units of the row: two floats per row.
 inline void pack_int4_minimum(const Packed& t, uint8_t* panel, float* w, const float* importance) {
-  const F amax = normalize_rows(w, t.cols);
+  const F amax = leave_headroom(normalize_rows(w, t.cols));
   float* found = w + (t.cols + 7) / 8 * 8 * kPanel;  // [groups][2][16]: the values, until the row's units are known
   F scale_max = simd::zero(), minimum_max = simd::zero();
   for (int64_t i = 0; i < t.groups; ++i) {
@@ -200,7 +206,8 @@ inline void pack_int4_minimum(const Packed& t, uint8_t* panel, float* w, const f
     const Group g = group_at(t, w, importance, i);
     const F wanted = simd::load(found + 2 * i * kPanel);
     // a group that is not flat keeps at least one step beside much larger ones
-    const F steps = simd::max(simd::mul(wanted, scale_inverse), simd::select_lt(simd::zero(), wanted, simd::set1(1.0f), simd::zero()));
+    const F steps = simd::max(simd::mul(wanted, scale_inverse),
+                              simd::select_lt(simd::zero(), wanted, simd::set1(1.0f), simd::zero()));
     const I a = clamp_int(simd::round_int(steps), 0, 255);
     const F scale = simd::mul(simd::to_float(a), scale_unit);
     const F refit = refit_minimum(g, scale, simd::load(found + (2 * i + 1) * kPanel));
@@ -214,7 +221,8 @@ inline void pack_int4_minimum(const Packed& t, uint8_t* panel, float* w, const f
   }
 }
 
-// ---- symmetric: w ~ scale * q ------------------------------------------------------------------------------------------
+// ---- symmetric: w ~ scale * q
+// ------------------------------------------------------------------------------------------
 
 struct SymmetricFit {
   F scale, gain;
@@ -261,14 +269,15 @@ inline void store_steps(uint8_t* scales, int64_t group, I steps) {
 }
 
 inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const float* importance) {
-  const F amax = normalize_rows(w, t.cols);
+  const F amax = leave_headroom(normalize_rows(w, t.cols));
   simd::store(reinterpret_cast<float*>(panel), simd::mul(amax, simd::set1(kSymmetricUnit)));
   for (int64_t i = 0; i < t.groups; ++i) {
     const Group g = group_at(t, w, importance, i);
     const F extreme = extreme_of(g);
     SymmetricFit best{simd::zero(), simd::set1(-1.0f)};
     for (int c = 0; c < 16; ++c) {  // where the extreme lands: -5.6, -5.8 ... -8.6
-      const SymmetricFit fit = fit_symmetric<-8, 7>(g, simd::mul(extreme, simd::set1(-1.0f / (5.6f + 0.2f * static_cast<float>(c)))));
+      const SymmetricFit fit =
+          fit_symmetric<-8, 7>(g, simd::mul(extreme, simd::set1(-1.0f / (5.6f + 0.2f * static_cast<float>(c)))));
       best.scale = simd::select_lt(best.gain, fit.gain, fit.scale, best.scale);
       best.gain = simd::max(fit.gain, best.gain);
     }
@@ -312,7 +321,8 @@ inline void pack_int8(const Packed& t, uint8_t* panel, float* w, const float* im
     for (int k = 0; k < g.n; k += 4) {
       I word = simd::izero();
       for (int j = 3; j >= 0; --j) {
-        const I q = k + j < g.n ? clamp_int(simd::round_int(simd::mul(g.at(k + j), inverse)), -127, 127) : simd::izero();
+        const I q =
+            k + j < g.n ? clamp_int(simd::round_int(simd::mul(g.at(k + j), inverse)), -127, 127) : simd::izero();
         word = simd::ior(simd::shl<8>(word), simd::iadd(q, simd::iset1(128)));
       }
       simd::istore(reinterpret_cast<int32_t*>(data + k * 16), word);

@@ -17,7 +17,8 @@ void rms_norm(const float* x, const float* w, float* y, int64_t n, float eps) {
   sum = simd::fma(v, v, sum);
   const float inverse = 1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(n) + eps);
   const F scale = simd::set1(inverse);
-  for (int64_t i = 0; i < whole; i += 16) simd::store(y + i, simd::mul(simd::mul(simd::load(x + i), scale), simd::load(w + i)));
+  for (int64_t i = 0; i < whole; i += 16)
+    simd::store(y + i, simd::mul(simd::mul(simd::load(x + i), scale), simd::load(w + i)));
   for (int64_t i = whole; i < n; ++i) y[i] = (x[i] * inverse) * w[i];
 }
 
@@ -157,7 +158,8 @@ void gather_row(const Packed* weight, int64_t row, float* out) {
                                         : (data[k / 8 * 64 + 4 * r + k % 4] >> (k % 8 < 4 ? 0 : 4)) & 15;
       if (w.format == PE_INT4_MIN) {
         const float scale = static_cast<float>((panel + w.scale_offset)[g]) * units[r];
-        const float minimum = static_cast<float>(reinterpret_cast<const int8_t*>(panel + w.minimum_offset)[g]) * units[kPanel + r];
+        const float minimum =
+            static_cast<float>(reinterpret_cast<const int8_t*>(panel + w.minimum_offset)[g]) * units[kPanel + r];
         out[k] = __builtin_fmaf(scale, static_cast<float>(q), minimum);
       } else {
         const float scale = static_cast<float>(reinterpret_cast<const int16_t*>(panel + w.scale_offset)[g]) * units[r];

@@ -66,9 +66,13 @@ inline I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x
 inline I imax(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 inline I imin(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
 template <int N>
-inline I shl(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+inline I shl(I x) {
+  return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
 template <int N>
-inline I shr(I x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+inline I shr(I x) {
+  return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
 inline I shift_right(I x, int64_t n) {
   const __m128i count = _mm_cvtsi64_si128(n);
   return {_mm256_srl_epi32(x.a, count), _mm256_srl_epi32(x.b, count)};
@@ -91,9 +95,8 @@ inline void store_low8(int8_t* p, I x) {
   const __m256i pick = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 4, 8, 12, -1,
                                         -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
   const __m256i first = _mm256_shuffle_epi8(x.a, pick), second = _mm256_shuffle_epi8(x.b, pick);
-  const __m128i quads = _mm_setr_epi32(
-      _mm256_extract_epi32(first, 0), _mm256_extract_epi32(first, 4), _mm256_extract_epi32(second, 0),
-      _mm256_extract_epi32(second, 4));
+  const __m128i quads = _mm_setr_epi32(_mm256_extract_epi32(first, 0), _mm256_extract_epi32(first, 4),
+                                       _mm256_extract_epi32(second, 0), _mm256_extract_epi32(second, 4));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), quads);
 }
 

@@ -12,11 +12,11 @@ using F = __m512;   // 16 float
 using I = __m512i;  // 16 int32
 using B = __m512i;  // 64 bytes: lane r holds bytes 4 r .. 4 r + 3
 
-constexpr int kTile = 12;         // tokens in a GEMM tile
-constexpr int kGemvPanels = 2;    // panels a GEMV reads at once
-constexpr int kFloatPanels = 4;   // the same for float weights, whose chains are longer
-constexpr int kScoreRows = 6;     // query rows that share a load of K
-constexpr int kValueRows = 4;     // query rows and 16-column groups that share a load of V
+constexpr int kTile = 12;        // tokens in a GEMM tile
+constexpr int kGemvPanels = 2;   // panels a GEMV reads at once
+constexpr int kFloatPanels = 4;  // the same for float weights, whose chains are longer
+constexpr int kScoreRows = 6;    // query rows that share a load of K
+constexpr int kValueRows = 4;    // query rows and 16-column groups that share a load of V
 constexpr int kValueColumns = 4;
 constexpr bool kSignedBytes = false;  // dot4_u8 takes the stored byte (value + 128) and needs the sum correction
 constexpr const char* kName = "avx512vnni";
@@ -46,9 +46,13 @@ inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
 inline I imax(I a, I b) { return _mm512_max_epi32(a, b); }
 inline I imin(I a, I b) { return _mm512_min_epi32(a, b); }
 template <int N>
-inline I shl(I a) { return _mm512_slli_epi32(a, N); }
+inline I shl(I a) {
+  return _mm512_slli_epi32(a, N);
+}
 template <int N>
-inline I shr(I a) { return _mm512_srli_epi32(a, N); }  // logical
+inline I shr(I a) {
+  return _mm512_srli_epi32(a, N);
+}  // logical
 inline I shift_right(I a, int64_t n) { return _mm512_srl_epi32(a, _mm_cvtsi64_si128(n)); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I round_int(F a) { return _mm512_cvtps_epi32(a); }  // nearest even
@@ -63,9 +67,7 @@ inline void store_high16(uint16_t* p, I a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(shr<16>(a)));
 }
 // low byte of each lane
-inline void store_low8(int8_t* p, I a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
-}
+inline void store_low8(int8_t* p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a)); }
 
 // 16 integers -> 16 float
 inline F load_i16(const int16_t* p) {

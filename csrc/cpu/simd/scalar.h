@@ -28,8 +28,8 @@ constexpr bool kSignedBytes = false;
 constexpr const char* kName = "scalar";
 
 #define PE_LANES for (int i = 0; i < 16; ++i)
-#define PE_MAP(T, expression) \
-  T r;                        \
+#define PE_MAP(T, expression)   \
+  T r;                          \
   PE_LANES r.v[i] = expression; \
   return r
 
@@ -51,21 +51,27 @@ inline I iset1(int32_t x) { PE_MAP(I, x); }
 inline I izero() { return iset1(0); }
 inline I iload(const int32_t* p) { PE_MAP(I, p[i]); }
 inline void istore(int32_t* p, I x) { PE_LANES p[i] = x.v[i]; }
-inline I iadd(I a, I b) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]))); }
+inline I iadd(I a, I b) {
+  PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i])));
+}
 inline I ior(I a, I b) { PE_MAP(I, a.v[i] | b.v[i]); }
 inline I iand(I a, I b) { PE_MAP(I, a.v[i] & b.v[i]); }
 inline I imax(I a, I b) { PE_MAP(I, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline I imin(I a, I b) { PE_MAP(I, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 template <int N>
-inline I shl(I a) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N)); }
+inline I shl(I a) {
+  PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N));
+}
 template <int N>
-inline I shr(I a) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N)); }
+inline I shr(I a) {
+  PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> N));
+}
 inline I shift_right(I a, int64_t n) { PE_MAP(I, static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) >> n)); }
 inline F to_float(I a) { PE_MAP(F, static_cast<float>(a.v[i])); }
 inline I round_int(F a) {
   // out of range and NaN give INT32_MIN, as on x86
   PE_MAP(I, (a.v[i] >= -2147483648.0f && a.v[i] < 2147483648.0f) ? static_cast<int32_t>(__builtin_rintf(a.v[i]))
-                                                               : INT32_MIN);
+                                                                 : INT32_MIN);
 }
 inline F as_float(I a) {
   F r;
@@ -83,7 +89,9 @@ inline F load_bf16(const uint16_t* p) {
   PE_LANES r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i]) << 16);
   return as_float(r);
 }
-inline void store_high16(uint16_t* p, I a) { PE_LANES p[i] = static_cast<uint16_t>(static_cast<uint32_t>(a.v[i]) >> 16); }
+inline void store_high16(uint16_t* p, I a) {
+  PE_LANES p[i] = static_cast<uint16_t>(static_cast<uint32_t>(a.v[i]) >> 16);
+}
 inline void store_low8(int8_t* p, I a) { PE_LANES p[i] = static_cast<int8_t>(a.v[i]); }
 
 inline F load_i16(const int16_t* p) { PE_MAP(F, static_cast<float>(p[i])); }
