@@ -59,15 +59,22 @@ const std::string& cpu_features() {
     std::string s;
 #if defined(__x86_64__)
 #define PE_FEATURE(name) \
-  if (__builtin_cpu_supports(name)) s += std::string(s.empty() ? "" : " ") + name;
-    PE_FEATURE("sse4.2")
-    PE_FEATURE("avx") PE_FEATURE("avx2") PE_FEATURE("fma") PE_FEATURE("avx512f") PE_FEATURE("avx512bw")
-        PE_FEATURE("avx512vl") PE_FEATURE("avx512dq") PE_FEATURE("avx512vnni") PE_FEATURE("avx512bf16")
+  if (__builtin_cpu_supports(name)) s += std::string(s.empty() ? "" : " ") + name
+    PE_FEATURE("sse4.2");
+    PE_FEATURE("avx");
+    PE_FEATURE("avx2");
+    PE_FEATURE("fma");
+    PE_FEATURE("avx512f");
+    PE_FEATURE("avx512bw");
+    PE_FEATURE("avx512vl");
+    PE_FEATURE("avx512dq");
+    PE_FEATURE("avx512vnni");
+    PE_FEATURE("avx512bf16");
 #undef PE_FEATURE
 #elif defined(__aarch64__)
     s = "neon";
 #endif
-            return s;
+    return s;
   }();
   return text;
 }

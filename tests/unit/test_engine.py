@@ -63,7 +63,7 @@ def argmax_chain(engine: pyengine.Engine, prompt: list[int], count: int) -> list
     return ids[len(prompt) :]
 
 
-# ---- loading ------------------------------------------------------------------------------------------------------------
+# ---- loading -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_bits_per_weight_count_scales_and_padding(folder: Path, quant: str, bits
         assert one.weight_bytes_per_token == pytest.approx(matrices + one.weights.head_bytes)
 
 
-# ---- requests -----------------------------------------------------------------------------------------------------------
+# ---- requests ------------------------------------------------------------------------------------------------------
 
 
 def test_greedy_is_the_argmax_of_the_logits(engine: pyengine.Engine) -> None:
@@ -219,7 +219,7 @@ def test_a_penalty_divides_positive_and_multiplies_negative_logits(engine: pyeng
     assert penalised.tokens != plain.tokens
 
 
-# ---- results and timers ---------------------------------------------------------------------------------------------------
+# ---- results and timers --------------------------------------------------------------------------------------------
 
 
 def test_the_result_has_exactly_the_keys_of_the_contract(engine: pyengine.Engine) -> None:
@@ -250,7 +250,7 @@ def test_stages_cover_the_run_and_an_untimed_program_has_none(engine: pyengine.E
     assert untimed.program.times(False)[0].sum() == 0
 
 
-# ---- cancelling and errors --------------------------------------------------------------------------------------------------
+# ---- cancelling and errors -----------------------------------------------------------------------------------------
 
 
 def test_closing_a_stream_cancels_and_gives_the_blocks_back(engine: pyengine.Engine) -> None:
@@ -266,6 +266,11 @@ def test_closing_a_stream_cancels_and_gives_the_blocks_back(engine: pyengine.Eng
     assert engine.generate(PROMPT, max_tokens=8, ignore_eos=True).tokens == expected
 
 
+def run_for_ever(engine: pyengine.Engine, ids: list[int]) -> None:
+    while True:
+        engine.logits(ids, [len(ids) - 1])
+
+
 def test_ctrl_c_stops_a_run_from_inside(tmp_path: Path) -> None:
     config = {**CONFIG, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "head_dim": 64}
     write_tiny_model(tmp_path, config)
@@ -275,8 +280,7 @@ def test_ctrl_c_stops_a_run_from_inside(tmp_path: Path) -> None:
         timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                one.logits(ids, [511])
+            run_for_ever(one, ids)
         timer.join()
         np.testing.assert_array_equal(one.logits(PROMPT), before)
 
@@ -320,7 +324,7 @@ def test_two_threads_are_served_in_turn(engine: pyengine.Engine) -> None:
     assert results == [expected] * 4
 
 
-# ---- life ---------------------------------------------------------------------------------------------------------------
+# ---- life ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_closed_engine_refuses(folder: Path) -> None:

@@ -8,11 +8,14 @@ namespace {
 using namespace pe;
 }
 
-#include "cpu/kernels/attention-inl.h"
-#include "cpu/kernels/linear-inl.h"
+// In order of use.
+// clang-format off
 #include "cpu/kernels/math-inl.h"
-#include "cpu/kernels/pack-inl.h"
 #include "cpu/kernels/rows-inl.h"
+#include "cpu/kernels/linear-inl.h"
+#include "cpu/kernels/attention-inl.h"
+#include "cpu/kernels/pack-inl.h"
+// clang-format on
 
 #define PE_KERNEL_TABLE(symbol)                                                                              \
   namespace pe {                                                                                             \
