@@ -1,99 +1,21 @@
-"""Bad and unusual config.json and generation_config.json of the Llama, Mistral, Qwen2 and Qwen3 kinds.
+"""Bad config.json and generation_config.json of the Llama, Mistral, Qwen2 and Qwen3 kinds.
 
-Ids are those of the case list, section D and the positives. Every refusal names file, key and value.
+Ids are those of the case list, section D. Every refusal names file, key and value.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from builders import write_tiny_model
+from config_models import BAD, GONE, LLAMA, LLAMA3, UNSUPPORTED, Changes, key, refused, scaling, write
 from refusal import assert_refused
 
-from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.errors import ModelFormatError, PyEngineError, ResourceError, UnsupportedModelError
-from pyengine.families import FAMILIES, check_tensors
-from pyengine.spec import ModelSpec
-
-Config = dict[str, Any]
-Changes = dict[str, Any]
-
-LLAMA: Config = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
-QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
-QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
-BASES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
-GONE = object()  # a change that takes the key away
-BAD, UNSUPPORTED = ModelFormatError, UnsupportedModelError
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A good model of each kind. Tests link to its weights and write their own config beside them."""
-    return {kind: write_tiny_model(tmp_path_factory.mktemp(kind), base) for kind, base in BASES.items()}
-
-
-@pytest.fixture
-def make(tmp_path: Path, models: dict[str, Path]) -> Callable[..., Path]:
-    """A model folder: kind, then changes of its config; weights stay those of the unchanged config."""
-
-    def model(kind: str = "llama", /, **changes: Any) -> Path:
-        config = {key: value for key, value in {**BASES[kind], **changes}.items() if value is not GONE}
-        return write(tmp_path, json.dumps(config), models[kind])
-
-    return model
-
-
-def write(folder: Path, config: str | bytes, weights: Path | None = None) -> Path:
-    raw = config.encode() if isinstance(config, str) else config
-    (folder / "config.json").write_bytes(raw)
-    link = folder / "model.safetensors"
-    if weights is not None and not link.exists():
-        link.symlink_to(weights / "model.safetensors")
-    return folder
-
-
-def load(folder: Path, *, strict: bool = False) -> tuple[ModelSpec, list[str]]:
-    spec = load_model_spec(folder, strict=strict)
-    with Checkpoint.open(folder) as checkpoint:
-        return spec, check_tensors(spec, checkpoint.tensors, folder)
-
-
-def refused(folder: Path, error: type[PyEngineError], *texts: str, strict: bool = False, small: bool = True) -> str:
-    return assert_refused(lambda: load(folder, strict=strict), error, texts, folder, small=small)
-
-
-def key(name: str, value: str) -> tuple[str, str]:
-    return "config.json: ", f"key '{name}': '{value}'"
-
-
-def scaling(rope_type: Any = "yarn", **parameters: Any) -> Changes:
-    return {"rope_scaling": {"rope_type": rope_type, **parameters}}
-
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+from pyengine.errors import PyEngineError, ResourceError
+from pyengine.families import FAMILIES
 
 # ---- D01, D02: the file as JSON ---------------------------------------------------------------------------------
 
@@ -332,144 +254,6 @@ AGAINST: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = 
 def test_config_that_is_not_the_weights_is_refused(row: str, make: Callable[..., Path]) -> None:
     kind, changes, error, texts = AGAINST[row]
     refused(make(kind, **changes), error, *texts)
-
-
-# ---- what must load ---------------------------------------------------------------------------------------------
-
-
-def test_d04_whole_float(make: Callable[..., Path]) -> None:
-    assert load(make(hidden_size=48.0, num_hidden_layers=2.0))[0] == load(make())[0]
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_unchanged_config_loads_without_a_word(base: str, make: Callable[..., Path]) -> None:
-    spec, notes = load(make(base), strict=True)
-    assert (spec.family, spec.warnings, notes) == (base, (), [])
-
-
-def test_d03_model_type_alone(make: Callable[..., Path]) -> None:
-    assert load(make("qwen2", architectures=GONE))[0] == load(make("qwen2"))[0]
-
-
-SAME: dict[str, tuple[Changes, Changes]] = {
-    "D20-both-equal": (
-        scaling("linear", factor=2.0),
-        {**scaling("linear", factor=2.0), "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 1e4}},
-    ),
-    "D20-empty-object": ({}, {"rope_scaling": {}, "rope_parameters": {"rope_type": "default"}}),
-    "P11": ({}, {"rope_theta": GONE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
-    "P11-theta-inside-old": (
-        {**scaling("linear", factor=2.0), "rope_theta": 5e5},
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}, "rope_theta": GONE},
-    ),
-    "type-and-rope-type": (
-        scaling("dynamic", factor=2.0),
-        {"rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}},
-    ),
-    "theta-default": ({}, {"rope_theta": GONE}),
-    "finetuned": (scaling("linear", factor=2.0), scaling("linear", factor=2.0, finetuned=True)),
-    "swish": ({}, {"hidden_act": "swish"}),
-    "null-means-default": ({}, {"rope_scaling": None, "head_dim": None, "attention_bias": None, "mlp_bias": False}),
-}
-
-
-@pytest.mark.parametrize("row", SAME)
-def test_two_spellings_of_one_model(row: str, make: Callable[..., Path]) -> None:
-    one, other = SAME[row]
-    expected = load(make(**one))[0]
-    spec, notes = load(make(**other))
-    assert spec == expected
-    assert (spec.warnings, notes) == ((), [])
-
-
-WINDOWS: dict[str, tuple[str, Changes, list[int | None]]] = {
-    "mistral": ("mistral", {}, [8, 8]),
-    "mistral-absent": ("mistral", {"sliding_window": GONE}, [4096, 4096]),
-    "D25-null": ("mistral", {"sliding_window": None}, [None, None]),
-    "D27": ("qwen2", {"use_sliding_window": False, "sliding_window": 32768}, [None, None]),
-    "D27-absent": ("qwen2", {"sliding_window": 32768}, [None, None]),
-    "on": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, [8, 8]),
-    "from-a-layer": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, [None, 8]),
-    "default-28-layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, [None, None]),
-    "layer-types": (
-        "qwen2",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        [8, None],
-    ),
-    "llama-null": ("llama", {"sliding_window": None, "use_sliding_window": False}, [None, None]),
-}
-
-
-@pytest.mark.parametrize("row", WINDOWS)
-def test_window(row: str, make: Callable[..., Path]) -> None:
-    kind, changes, windows = WINDOWS[row]
-    spec, _ = load(make(kind, **changes))
-    assert [layer.attention.window for layer in spec.layers] == windows
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [(2, None, (2,)), ([2, 3], None, (2, 3)), (2, [2, 5], (2, 5)), (GONE, 7, (7,)), (None, None, ()), ([4], 3, (4, 3))],
-)
-def test_p12_eos(config: Any, generation: Any, expected: tuple[int, ...], make: Callable[..., Path]) -> None:
-    folder = make(eos_token_id=config)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert load(folder)[0].eos_token_ids == expected
-
-
-def test_d31_unknown_dtype_is_one_warning(make: Callable[..., Path]) -> None:
-    spec, _ = load(make(torch_dtype="float7"))
-    assert len(spec.warnings) == 1
-    assert "key 'torch_dtype': 'float7'" in spec.warnings[0]
-    assert load(make(torch_dtype="bfloat16", dtype="float16"))[0].warnings == ()
-
-
-@pytest.mark.parametrize("value", [None, False, [], {}, ""])
-def test_d36_unknown_key_that_is_off_is_inert(value: Any, make: Callable[..., Path]) -> None:
-    spec, _ = load(make(attn_logit_softcapping=value, some_new_thing=value))
-    assert spec.warnings == ()
-
-
-def test_d36_unknown_key_is_a_warning(make: Callable[..., Path]) -> None:
-    folder = make(unsloth_fixed=True, _name_or_path="x", transformers_version="5.0.0")
-    spec, _ = load(folder)
-    assert len(spec.warnings) == 1
-    assert "config.json: unknown key 'unsloth_fixed': 'True' is ignored" in spec.warnings[0]
-    refused(folder, UNSUPPORTED, "key 'unsloth_fixed': 'True'", "strict", strict=True)
-
-
-def test_d36_strict_refuses_unknown_keys_that_are_off(make: Callable[..., Path]) -> None:
-    refused(make(some_new_thing=None), UNSUPPORTED, "key 'some_new_thing': 'None'", strict=True)
-
-
-def test_d37_longest_context_allocates_nothing(make: Callable[..., Path]) -> None:
-    assert load(make(max_position_embeddings=2**31 - 1))[0].max_context == 2**31 - 1
-
-
-NAMES_CODE = {
-    "auto_map": {"AutoModel": "modeling_evil.Evil"},
-    "model_file": "evil.py",
-    "custom_pipelines": {"evil": {"impl": "evil.Evil"}},
-    "_attn_implementation_internal": "evil",
-}
-
-
-@pytest.mark.parametrize("name", NAMES_CODE)
-def test_d40_code_is_named_and_never_run(name: str, make: Callable[..., Path]) -> None:
-    folder = make(**{name: NAMES_CODE[name]})
-    marker = folder / "imported"
-    for module in ("modeling_evil", "evil"):
-        (folder / f"{module}.py").write_text(f"open({str(marker)!r}, 'w')")
-    before = set(sys.modules)
-    spec, _ = load(folder)
-    assert set(sys.modules) == before
-    assert not marker.exists()
-    assert len(spec.warnings) == 1
-    assert f"key '{name}' is ignored; code that a model brings is never run" in spec.warnings[0]
 
 
 # ---- generation_config.json -------------------------------------------------------------------------------------
