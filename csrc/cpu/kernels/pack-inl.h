@@ -330,6 +330,12 @@ inline void pack_int8(const Packed& t, uint8_t* panel, float* w, const float* im
   }
 }
 
+// The few float32 values past the largest bfloat16 would round to infinity.
+inline F bf16_range(F x) {
+  const F top = simd::set1(3.3895313892515355e38f);
+  return simd::min(simd::max(x, simd::sub(simd::zero(), top)), top);
+}
+
 void pack_panel(PackArgs* args) {
   PackArgs& a = *args;
   const Packed& t = *a.weight;
@@ -345,8 +351,8 @@ void pack_panel(PackArgs* args) {
     return;
   }
   for (int64_t k = 0; k < t.padded_cols; k += 2) {  // bf16: [K/2][16][2]
-    const I even = simd::shr<16>(round_bf16(simd::load(w + k * kPanel)));
-    const I odd = k + 1 < t.cols ? round_bf16(simd::load(w + (k + 1) * kPanel)) : simd::izero();
+    const I even = simd::shr<16>(round_bf16(bf16_range(simd::load(w + k * kPanel))));
+    const I odd = k + 1 < t.cols ? round_bf16(bf16_range(simd::load(w + (k + 1) * kPanel))) : simd::izero();
     simd::istore(reinterpret_cast<int32_t*>(panel + t.data_offset) + k / 2 * kPanel, simd::ior(even, odd));
   }
 }
