@@ -49,8 +49,8 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"{where}, line {error.lineno}: {error.message}; expected a jinja template"
             ) from None
-        except (jinja2.TemplateError, LimitError, ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
-            raise ChatTemplateError(f"{where}: {error}; expected a jinja template") from None
+        except Exception as error:  # too deep for the compiler, say: RecursionError, SyntaxError, MemoryError
+            raise ChatTemplateError(f"{where}: {error or type(error).__name__}; expected a jinja template") from None
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

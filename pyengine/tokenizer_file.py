@@ -6,6 +6,7 @@ The `tokenizers` package builds the tokenizer; what it would repair, reorder or 
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,11 @@ class TokenizerSettings:
 def read_json(path: Path, limit: int, *, missing: str = "expected a tokenizer") -> Any:
     """A JSON object from a file. Errors: TokenizerError naming the file: missing, too large, not JSON, no object."""
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise TokenizerError(f"{path}: {size} bytes; expected at most {limit}")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+            raise TokenizerError(f"{path}: not a regular file; {missing}")
+        if status.st_size > limit:
+            raise TokenizerError(f"{path}: {status.st_size} bytes; expected at most {limit}")
         data = path.read_bytes()
     except FileNotFoundError:
         raise TokenizerError(f"{path}: no such file; {missing}") from None
@@ -235,10 +238,12 @@ def read_settings(folder: Path) -> TokenizerSettings:
     """The token names of tokenizer_config.json. Errors: TokenizerError naming file and key."""
     path, config = folder / "tokenizer_config.json", read_config(folder)
     named = {key: token_text(path, key, config.get(key)) for key in NAMED_TOKENS}
-    further = config.get("additional_special_tokens") or []
-    if not isinstance(further, list):
-        raise TokenizerError(f"{path}: additional_special_tokens is {shown(further)}; expected a list")
-    special = [token_text(path, "additional_special_tokens", value) for value in further]
+    special = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):  # the second since transformers 5, maybe by name
+        further = config.get(key) or []
+        if not isinstance(further, (list, dict)):
+            raise TokenizerError(f"{path}: {key} is {shown(further)}; expected a list")
+        special += [token_text(path, key, value) for value in (further.values() if type(further) is dict else further)]
     add_bos = config.get("add_bos_token")
     if add_bos is not None and not isinstance(add_bos, bool):
         raise TokenizerError(f"{path}: add_bos_token is {shown(add_bos)}; expected true or false")

@@ -149,6 +149,22 @@ def test_private_attributes_are_nothing(tokenizer: Tokenizer) -> None:
     assert template(tokenizer, "[{{ ''|attr('__class__') }}{{ '{0.__class__}'.format(1) }}]").render(USER) == "[]"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 100_000,
+        "{{ " + "not " * 100_000 + "x }}",
+        "{{ " + "[" * 5_000 + "]" * 5_000 + " }}",
+        "{% if x %}" * 300 + "{% endif %}" * 300,
+        "{{ 1" + " + 1" * 100_000 + " }}",
+    ],
+    ids=["(", "not", "[", "if", "+"],
+)
+def test_too_deep_for_the_compiler(tokenizer: Tokenizer, source: str) -> None:
+    with pytest.raises(ChatTemplateError, match=r"a\.jinja"):
+        template(tokenizer, source)
+
+
 def test_the_line_of_an_error_is_named(tokenizer: Tokenizer) -> None:
     with pytest.raises(ChatTemplateError, match=r"a\.jinja, line 3: 'nope' is undefined"):
         template(tokenizer, "a\nb\n{{ nope.x }}\n").render(USER)

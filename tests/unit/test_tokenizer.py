@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -133,6 +134,19 @@ def test_wrong_files_are_refused(tmp_path: Path, data: bytes | None, says: str) 
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a regular file"):
+        Tokenizer.load(tmp_path, vocab_size=VOCAB)
+
+
 def test_a_file_of_600_mebibytes_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(600 << 20)
@@ -241,6 +255,8 @@ def test_a_named_token_that_the_file_has_as_plain_vocabulary_is_special(tmp_path
     assert tokenizer.encode("a</s>") == [*ids_of("a"), 256]
     assert tokenizer.decode([*ids_of("a"), 256]) == "a"
     assert tokenizer.encode("a</s>", parse_special=False) == ids_of("a</s>")
+    for name in ({"additional_special_tokens": ["</s>"]}, {"extra_special_tokens": {"end": {"content": "</s>"}}}):
+        assert load(tmp_path, document, **name).encode("</s>") == [256]
 
 
 def test_special_tokens_in_text_are_parsed_or_not(tmp_path: Path) -> None:
