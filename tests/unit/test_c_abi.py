@@ -1,0 +1,434 @@
+"""cffi as the second client of pyengine.h: it gets bit for bit what the extension gets; a wrong call gets a status."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cffi
+import numpy as np
+import pytest
+from compare import assert_close, assert_same_bits
+from kernel_cases import ISAS, linear_oracle, normal, unpack
+
+from pyengine import _core, kernels
+
+ORIGIN = importlib.util.find_spec("pyengine._core")
+assert ORIGIN is not None
+assert ORIGIN.origin is not None
+FOLDER = Path(ORIGIN.origin).parent
+HEADERS = (FOLDER / "include" / "pyengine.h", Path(__file__).resolve().parents[2] / "csrc" / "include" / "pyengine.h")
+
+OP_IDS = (
+    *("layer", "input", "output", "scratch", "weight", "weight2", "bias", "bias2", "norm", "norm2"),
+    *("rope", "kv_group", "kv_layer"),
+)
+OK, REQUEST, FORMAT, UNSUPPORTED, RESOURCE, COMPUTE, CANCELLED = range(7)
+
+
+def declarations(text: str) -> str:
+    """The header without what cffi does not read: comments, preprocessor lines, extern "C", PE_API."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    constants = re.findall(r"^#define\s+(PE_\w+)\s+(\d+)\s*$", text, flags=re.M)
+    text = re.sub(r'#ifdef __cplusplus\n(extern "C" \{|\})\n#endif', "", text)
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    return "\n".join(f"#define {name} {value}" for name, value in constants) + text.replace("PE_API ", "")
+
+
+class Client:
+    """The library through cffi, with the calls that several tests need."""
+
+    def __init__(self) -> None:
+        self.ffi = cffi.FFI()
+        header = next(path for path in HEADERS if path.is_file())
+        self.ffi.cdef(declarations(header.read_text(encoding="ascii")))
+        self.lib: Any = self.ffi.dlopen(str(FOLDER / "libpyengine_cpu.so"))
+        self.kept: list[Any] = []  # memory that C structs point to
+
+    def struct(self, name: str, **fields: Any) -> Any:
+        s = self.ffi.new(f"{name}*")
+        s.struct_size = self.ffi.sizeof(name)
+        for key, value in fields.items():
+            setattr(s, key, value)
+        return s
+
+    def array(self, a: np.ndarray, kind: str = "float*") -> Any:
+        self.kept.append(a)
+        return self.ffi.cast(kind, a.ctypes.data)
+
+    def error(self) -> str:
+        return self.ffi.string(self.lib.pe_last_error()).decode()
+
+    def good(self, status: int) -> None:
+        assert status == OK, self.error()
+
+    def bad(self, status: int, expected: int, says: str) -> None:
+        assert status == expected, (status, self.error())
+        assert re.search(says, self.error()), self.error()
+
+    def backend(self, isa: str, threads: int = 1) -> Any:
+        name = self.ffi.new("char[]", isa.encode())
+        out = self.ffi.new("pe_backend**")
+        self.good(self.lib.pe_backend_create(self.struct("pe_backend_config", threads=threads, isa=name), out))
+        return out[0]
+
+    def tensor(self, backend: Any, fmt: int, rows: int, cols: int, group: int = 0) -> int:
+        out = self.ffi.new("int32_t*")
+        desc = self.struct("pe_tensor_desc", format=fmt, rows=rows, cols=cols, group=group)
+        self.good(self.lib.pe_tensor_create(backend, desc, out))
+        return int(out[0])
+
+    def pack_args(self, source: np.ndarray, /, rows: int | None = None, **fields: Any) -> Any:
+        address = self.array(source, "void*")
+        defaults = {"panel_stride": 1, "source": address, "rows": len(source) if rows is None else rows}
+        return self.struct("pe_pack_args", **{**defaults, **fields})
+
+    def data(self, backend: Any, tensor: int) -> np.ndarray:
+        """The tensor's own memory as uint8: writes go to the core."""
+        start, size = self.ffi.new("void**"), self.ffi.new("size_t*")
+        self.good(self.lib.pe_tensor_data(backend, tensor, start, size))
+        return np.frombuffer(self.ffi.buffer(start[0], size[0]), np.uint8)
+
+    def op(self, kind: int, **fields: int) -> Any:
+        return self.struct("pe_op", kind=kind, **{**dict.fromkeys(OP_IDS, -1), **fields})
+
+    def program(self, backend: Any, ops: list[Any], buffers: list[tuple[int, int]], tokens: int) -> Any:
+        out = self.ffi.new("pe_program**")
+        self.good(self.lib.pe_program_create(backend, self.program_desc(ops, buffers, tokens), out))
+        return out[0]
+
+    def program_desc(self, ops: list[Any], buffers: list[tuple[int, int]], tokens: int, **fields: Any) -> Any:
+        c_ops = self.ffi.new("pe_op[]", [op[0] for op in ops])
+        c_buffers = self.ffi.new("pe_buffer_desc[]", len(buffers))
+        for at, (quantized, width) in enumerate(buffers):
+            c_buffers[at].struct_size = self.ffi.sizeof("pe_buffer_desc")
+            c_buffers[at].quantized, c_buffers[at].width = quantized, width
+        self.kept += [c_ops, c_buffers]
+        sizes = {
+            "op_count": len(ops),
+            "buffer_count": len(buffers),
+            "max_batch_tokens": tokens,
+            "max_sequences": tokens,
+        }
+        return self.struct("pe_program_desc", ops=c_ops, buffers=c_buffers, **{**sizes, **fields})
+
+    def linear_ops(self, weight: int, bias: int = -1) -> list[Any]:
+        lib = self.lib
+        return [
+            self.op(lib.PE_OP_LOAD_HIDDEN, output=0),
+            self.op(lib.PE_OP_QUANTIZE, input=0, output=1),
+            self.op(lib.PE_OP_LINEAR, input=1, output=2, weight=weight, bias=bias),
+            self.op(lib.PE_OP_TAP, input=2, head_dim=0),
+        ]
+
+    def batch(self, hidden: np.ndarray, out: np.ndarray, /, **fields: Any) -> Any:
+        tokens = len(hidden)
+        positions = self.array(np.arange(tokens, dtype=np.int32), "int32_t*")
+        ends = self.array(np.array([0, tokens], np.int32), "int32_t*")
+        given = {
+            "tokens": tokens,
+            "sequences": 1,
+            "positions": positions,
+            "query_start": ends,
+            "hidden": self.array(hidden),
+        }
+        taps = self.ffi.new("float*[]", [self.array(out)])
+        self.kept.append(taps)
+        given["taps"] = taps
+        return self.struct("pe_batch", **{**given, **fields})
+
+
+@pytest.fixture(scope="module")
+def c() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def backend(c: Client) -> Iterator[Any]:
+    made = c.backend(ISAS[-1], threads=2)
+    yield made
+    c.lib.pe_backend_destroy(made)
+
+
+def test_the_library_says_what_the_extension_says(c: Client) -> None:
+    assert c.lib.pe_abi_version() == c.lib.PE_ABI_VERSION == _core.abi_version()
+    names = [c.ffi.string(c.lib.pe_isa_name(i)).decode() for i in range(c.lib.pe_isa_count())]
+    assert names == [isa["name"] for isa in _core.isas()]
+    assert [bool(c.lib.pe_isa_available(i)) for i in range(len(names))] == [isa["available"] for isa in _core.isas()]
+    assert c.ffi.string(c.lib.pe_compiler()).decode() == _core.compiler()
+    assert c.ffi.string(c.lib.pe_cpu_features()).decode().split() == _core.cpu_features()
+    assert c.lib.pe_default_threads() == _core.default_threads()
+    assert c.lib.PE_KV_BLOCK == _core.KV_BLOCK
+    for i in (-1, len(names)):
+        assert c.lib.pe_isa_name(i) == c.ffi.NULL
+        assert not c.lib.pe_isa_available(i)
+
+
+def test_enums_of_the_extension_are_those_of_the_header(c: Client) -> None:
+    prefixes = {_core.Format: "PE_", _core.OpKind: "PE_OP_", _core.Stage: "PE_STAGE_", _core.Activation: "PE_"}
+    for enum, prefix in prefixes.items():
+        for name, member in enum.__members__.items():
+            assert getattr(c.lib, prefix + name) == int(member), name
+    assert len(_core.OpKind.__members__) == c.lib.PE_OP_COUNT
+    assert len(_core.Stage.__members__) == c.lib.PE_STAGE_COUNT
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["INT8", "INT4_SYM", "INT4_MIN"])
+def test_pack_and_run_give_the_bits_of_the_extension(c: Client, isa: str, name: str) -> None:
+    n, k, m = 33, 172, 9
+    weight, bias, x = normal(1, n, k), normal(2, 48), normal(3, m, k)
+    options = {"quant": "int8"} if name == "INT8" else {"quant": "int4", "group_size": 64}
+    scheme = {"INT4_SYM": "symmetric", "INT4_MIN": "minimum"}.get(name)
+    layer = kernels.Linear(weight, bias[:n], scheme=scheme, threads=1, isa=isa, **options)
+
+    backend = c.backend(isa)
+    tensor = c.tensor(backend, getattr(c.lib, "PE_" + name), n, k, 64)
+    c.good(c.lib.pe_tensor_pack(backend, tensor, c.pack_args(weight)))
+    assert_same_bits(c.data(backend, tensor).copy(), layer.packed(), "packed")
+    values = np.empty((n, k), np.float32)
+    c.good(c.lib.pe_tensor_dequantize(backend, tensor, c.array(values)))
+    assert_same_bits(values, layer.dequantized(), "dequantized")
+    vector = c.tensor(backend, c.lib.PE_VECTOR_F32, 1, 48)
+    c.good(c.lib.pe_tensor_pack(backend, vector, c.pack_args(np.append(bias[:n], np.zeros(15, np.float32)), rows=1)))
+    program = c.program(backend, c.linear_ops(tensor, vector), [(0, k), (1, k), (0, n)], m)
+    y = np.empty((m, n), np.float32)
+    c.good(c.lib.pe_program_run(program, c.batch(x, y)))
+    assert_same_bits(y, layer(x), "run")
+    runs = c.ffi.new("uint64_t*")
+    c.good(c.lib.pe_program_times(program, c.ffi.NULL, runs, c.ffi.NULL, 1))
+    assert runs[0] == 1
+    arena = c.ffi.new("size_t*")
+    c.good(c.lib.pe_program_info(program, arena, c.ffi.NULL, c.ffi.NULL))
+    assert arena[0] >= m * (k + n) * 4
+    c.lib.pe_program_destroy(program)
+    c.good(c.lib.pe_tensor_free(backend, tensor))
+    c.bad(c.lib.pe_tensor_free(backend, tensor), REQUEST, f"tensor {tensor} does not exist")
+    c.lib.pe_backend_destroy(backend)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("name", "byte"),
+    [("INT8", 0), ("INT8", 1), ("INT8", 255), ("INT4_SYM", 0), ("INT4_SYM", 255), ("INT4_MIN", 0), ("INT4_MIN", 255)],
+)
+def test_bytes_at_both_ends_never_saturate(c: Client, isa: str, name: str, byte: int) -> None:
+    """All bytes of the data 0 or 255 (int8: also 1, which is -127), activations +-127: exact in every path."""
+    n, k = 16, 256
+    backend = c.backend(isa)
+    tensor = c.tensor(backend, getattr(c.lib, "PE_" + name), n, k, 64)
+    c.good(c.lib.pe_tensor_pack(backend, tensor, c.pack_args(normal(4, n, k))))
+    raw = c.data(backend, tensor)
+    raw[len(raw) - n * k // (1 if name == "INT8" else 2) :] = byte
+    assert len(np.unique(unpack(raw).q)) == 1
+    signs = np.where(np.arange(k) % 3 == 0, -1, 1)
+    x = np.stack([np.ones(k), -np.ones(k), signs] * 4).astype(np.float32)
+    program = c.program(backend, c.linear_ops(tensor), [(0, k), (1, k), (0, n)], 12)
+    y = np.empty((12, n), np.float32)
+    c.good(c.lib.pe_program_run(program, c.batch(x, y)))
+    assert_close(y, *linear_oracle(x, unpack(raw)), f"byte {byte}")
+    few = np.empty((3, n), np.float32)
+    c.good(c.lib.pe_program_run(program, c.batch(x[:3].copy(), few)))
+    assert_same_bits(few, y[:3].copy(), "3 tokens")
+    c.lib.pe_program_destroy(program)
+    c.lib.pe_backend_destroy(backend)
+
+
+# ---- wrong calls -----------------------------------------------------------------------------------------------------
+
+
+def test_null_pointers_are_refused(c: Client, backend: Any) -> None:
+    null, lib = c.ffi.NULL, c.lib
+    out, i32 = c.ffi.new("pe_backend**"), c.ffi.new("int32_t*")
+    for make, says in (
+        (lambda: lib.pe_backend_create(null, out), "config is NULL"),
+        (lambda: lib.pe_backend_create(c.struct("pe_backend_config"), null), "out is NULL"),
+        (lambda: lib.pe_tensor_create(null, c.struct("pe_tensor_desc"), i32), "backend is NULL"),
+        (lambda: lib.pe_tensor_create(backend, null, i32), "desc is NULL"),
+        (lambda: lib.pe_tensor_create(backend, c.struct("pe_tensor_desc"), null), "id is NULL"),
+        (lambda: lib.pe_tensor_pack(backend, 0, null), "args is NULL"),
+        (lambda: lib.pe_tensor_data(null, 0, null, null), "backend is NULL"),
+        (lambda: lib.pe_tensor_dequantize(backend, 0, null), "out is NULL"),
+        (lambda: lib.pe_tensor_free(null, 0), "backend is NULL"),
+        (lambda: lib.pe_rope_set(backend, i32, null, 1, 2), "table is NULL"),
+        (lambda: lib.pe_kv_create(backend, null, i32), "desc is NULL"),
+        (lambda: lib.pe_kv_reserve(null, 0, 1), "backend is NULL"),
+        (lambda: lib.pe_kv_block_bytes(backend, 0, null), "bytes is NULL"),
+        (lambda: lib.pe_program_create(backend, null, c.ffi.new("pe_program**")), "desc is NULL"),
+        (lambda: lib.pe_program_create(backend, c.struct("pe_program_desc"), c.ffi.new("pe_program**")), "ops is NULL"),
+        (lambda: lib.pe_program_run(null, null), "program is NULL"),
+        (lambda: lib.pe_program_times(null, null, null, null, 0), "program is NULL"),
+        (lambda: lib.pe_program_info(null, null, null, null), "program is NULL"),
+    ):
+        c.bad(make(), REQUEST, says)
+    assert lib.pe_backend_isa(null) == null
+    assert lib.pe_backend_threads(null) == 0
+    lib.pe_backend_destroy(null)
+    lib.pe_program_destroy(null)
+
+
+@pytest.mark.parametrize("size", [0, 4, 1 << 20])
+def test_a_struct_of_another_size_is_refused(c: Client, backend: Any, size: int) -> None:
+    lib, i32 = c.lib, c.ffi.new("int32_t*")
+    out, made = c.ffi.new("pe_backend**"), c.ffi.new("pe_program**")
+    tensor = c.tensor(backend, lib.PE_INT8, 16, 64, 64)
+    says = f"struct_size {size}; expected"
+    x = normal(5, 2, 64)
+    program = c.program(backend, c.linear_ops(tensor), [(0, 64), (1, 64), (0, 16)], 2)
+
+    def wrong(s: Any) -> Any:
+        s.struct_size = size
+        return s
+
+    c.bad(lib.pe_backend_create(wrong(c.struct("pe_backend_config")), out), REQUEST, "config has " + says)
+    c.bad(lib.pe_tensor_create(backend, wrong(c.struct("pe_tensor_desc")), i32), REQUEST, "desc has " + says)
+    c.bad(lib.pe_tensor_pack(backend, tensor, wrong(c.pack_args(x))), REQUEST, "args has " + says)
+    c.bad(lib.pe_kv_create(backend, wrong(c.struct("pe_kv_desc")), i32), REQUEST, "desc has " + says)
+    ops, buffers = c.linear_ops(tensor), [(0, 64), (1, 64), (0, 16)]
+    c.bad(lib.pe_program_create(backend, wrong(c.program_desc(ops, buffers, 2)), made), REQUEST, "desc has " + says)
+    c.bad(lib.pe_program_run(program, wrong(c.batch(x, np.empty((2, 16), np.float32)))), REQUEST, "batch has " + says)
+    ops[2].struct_size = size
+    c.bad(lib.pe_program_create(backend, c.program_desc(ops, buffers, 2), made), REQUEST, f"op 2: {says}")
+    lib.pe_program_destroy(program)
+
+
+def test_backends_and_tensors_that_cannot_be_made(c: Client, backend: Any) -> None:
+    lib, i32, out = c.lib, c.ffi.new("int32_t*"), c.ffi.new("pe_backend**")
+    for threads in (-1, 1025):
+        config = c.struct("pe_backend_config", threads=threads)
+        c.bad(lib.pe_backend_create(config, out), REQUEST, f"threads is {threads}")
+    name = c.ffi.new("char[]", b"abacus")
+    c.bad(lib.pe_backend_create(c.struct("pe_backend_config", isa=name), out), RESOURCE, "abacus")
+    good = {"format": lib.PE_INT4_MIN, "rows": 16, "cols": 64, "group": 32}
+    for change, status, says in (
+        ({"format": 99}, REQUEST, "format 99 is unknown"),
+        ({"format": -1}, REQUEST, "format -1"),
+        ({"rows": 0}, REQUEST, "0 x 64"),
+        ({"cols": -5}, REQUEST, "16 x -5"),
+        ({"cols": 1 << 40}, REQUEST, "expected sides"),
+        ({"group": 48}, UNSUPPORTED, "group size 48"),
+        ({"format": lib.PE_INT8}, UNSUPPORTED, "int8 group size 32"),
+        ({"format": lib.PE_F32}, REQUEST, "f32 has no groups"),
+        ({"format": lib.PE_VECTOR_F32, "group": 0}, REQUEST, "one row"),
+    ):
+        desc = c.struct("pe_tensor_desc", **{**good, **change})
+        c.bad(lib.pe_tensor_create(backend, desc, i32), status, says)
+    huge = c.struct("pe_tensor_desc", format=lib.PE_F32, rows=(1 << 31) - 1, cols=(1 << 31) - 1)
+    c.bad(lib.pe_tensor_create(backend, huge, i32), RESOURCE, "cannot allocate")
+
+
+def test_packing_that_does_not_fit(c: Client, backend: Any) -> None:
+    lib = c.lib
+    tensor = c.tensor(backend, lib.PE_INT8, 40, 64, 64)
+    x = normal(6, 40, 64)
+    for fields, says in (
+        ({"source": c.ffi.NULL}, "do not fit"),
+        ({"rows": 0}, "do not fit"),
+        ({"rows": 49}, "do not fit"),
+        ({"panel_offset": 1}, "do not fit"),
+        ({"panel_offset": -1}, "do not fit"),
+        ({"panel_stride": 0}, "do not fit"),
+        ({"panel_stride": 2}, "do not fit"),
+        ({"source_dtype": 7}, "source dtype 7"),
+    ):
+        c.bad(lib.pe_tensor_pack(backend, tensor, c.pack_args(x, **fields)), REQUEST, says)
+    x[21, 3] = np.inf
+    c.bad(lib.pe_tensor_pack(backend, tensor, c.pack_args(x)), FORMAT, "row 21, column 3")
+    for missing in (-1, tensor + 1, 1 << 30):
+        c.bad(lib.pe_tensor_pack(backend, missing, c.pack_args(x)), REQUEST, f"tensor {missing} does not exist")
+        c.bad(lib.pe_tensor_data(backend, missing, c.ffi.NULL, c.ffi.NULL), REQUEST, "does not exist")
+
+
+def test_programs_that_are_wrong(c: Client, backend: Any) -> None:
+    lib, made = c.lib, c.ffi.new("pe_program**")
+    tensor = c.tensor(backend, lib.PE_INT8, 16, 64, 64)
+    buffers = [(0, 64), (1, 64), (0, 16)]
+
+    def refused(says: str, status: int = REQUEST, buffers: list[tuple[int, int]] = buffers, **change: Any) -> None:
+        ops = c.linear_ops(tensor)
+        for field, value in change.items():
+            setattr(ops[2], field, value)
+        c.bad(lib.pe_program_create(backend, c.program_desc(ops, buffers, 4), made), status, says)
+
+    refused("tensor 77 does not exist", weight=77)
+    refused("a buffer id does not exist", input=3)
+    refused("op 2: kind 1000", UNSUPPORTED, kind=1000)
+    refused("integer weights take int8 activations", input=0)
+    refused("output's width differs", buffers=[(0, 64), (1, 64), (0, 17)])
+    refused("input's width differs", buffers=[(0, 65), (1, 65), (0, 16)])
+    refused("the bias is not a vector", bias=tensor)
+    refused("buffer 2 has width 0", buffers=[(0, 64), (1, 64), (0, 0)])
+    ops = c.linear_ops(tensor)
+    for fields, says in (
+        ({"op_count": 0}, "needs ops"),
+        ({"buffer_count": -1}, "needs ops and buffers"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens 0"),
+        ({"max_sequences": 1 << 30}, "max_sequences"),
+    ):
+        c.bad(lib.pe_program_create(backend, c.program_desc(ops, buffers, 4, **fields), made), REQUEST, says)
+
+
+def test_batches_that_are_wrong_leave_the_program_usable(c: Client, backend: Any) -> None:
+    lib, null = c.lib, c.ffi.NULL
+    weight, x = normal(7, 16, 64), normal(8, 3, 64)
+    tensor = c.tensor(backend, lib.PE_INT8, 16, 64, 64)
+    c.good(lib.pe_tensor_pack(backend, tensor, c.pack_args(weight)))
+    program = c.program(backend, c.linear_ops(tensor), [(0, 64), (1, 64), (0, 16)], 3)
+    y = np.empty((3, 16), np.float32)
+    gap = c.array(np.array([0, 2, 3], np.int32), "int32_t*")
+    below = c.array(np.array([-1, 0, 1], np.int32), "int32_t*")
+    flag = c.array(np.ones(1, np.int32), "int32_t*")
+    for fields, status, says in (
+        ({"tokens": 4}, REQUEST, "batch of 4 tokens; expected 1 to 3"),
+        ({"tokens": 0}, REQUEST, "batch of 0 tokens"),
+        ({"sequences": 0}, REQUEST, "0 sequences"),
+        ({"positions": null}, REQUEST, "query_start"),
+        ({"query_start": null}, REQUEST, "query_start"),
+        ({"positions": gap}, REQUEST, "not consecutive"),
+        ({"positions": below}, REQUEST, "negative"),
+        ({"hidden": null}, REQUEST, "no hidden state"),
+        ({"taps": null}, REQUEST, "taps"),
+        ({"logits_count": 1}, REQUEST, "logits_rows"),
+        ({"cancel": flag}, CANCELLED, "cancelled"),
+    ):
+        c.bad(lib.pe_program_run(program, c.batch(x, y, **fields)), status, says)
+    c.good(lib.pe_program_run(program, c.batch(x, y)))
+    assert_same_bits(y, kernels.linear(x, weight), "after the refusals")
+    c.lib.pe_program_destroy(program)
+
+
+def test_a_program_keeps_the_tensors_it_uses(c: Client, backend: Any) -> None:
+    weight, x = normal(9, 16, 64), normal(10, 3, 64)
+    tensor = c.tensor(backend, c.lib.PE_INT8, 16, 64, 64)
+    c.good(c.lib.pe_tensor_pack(backend, tensor, c.pack_args(weight)))
+    program = c.program(backend, c.linear_ops(tensor), [(0, 64), (1, 64), (0, 16)], 3)
+    c.good(c.lib.pe_tensor_free(backend, tensor))
+    other = c.tensor(backend, c.lib.PE_INT8, 16, 64, 64)
+    assert other == tensor, "ids are used again"
+    y = np.empty((3, 16), np.float32)
+    c.good(c.lib.pe_program_run(program, c.batch(x, y)))
+    assert_same_bits(y, kernels.linear(x, weight), "freed, yet held")
+    c.lib.pe_program_destroy(program)
+
+
+def test_rope_tables_and_kv_groups(c: Client, backend: Any) -> None:
+    lib, i32, size = c.lib, c.ffi.new("int32_t*", -1), c.ffi.new("size_t*")
+    table = c.array(normal(11, 4, 8))
+    c.good(lib.pe_rope_set(backend, i32, table, 4, 8))
+    c.bad(lib.pe_rope_set(backend, i32, table, 4, 6), REQUEST, "rotary_dim 6; the table has 8")
+    for positions, dim in ((0, 8), (4, 7), (4, 0)):
+        c.bad(lib.pe_rope_set(backend, i32, table, positions, dim), REQUEST, "rope table of")
+    i32[0] = 9
+    c.bad(lib.pe_rope_set(backend, i32, table, 4, 8), REQUEST, "rope table 9 does not exist")
+    good = {"layers": 2, "kv_heads": 3, "k_dim": 8, "v_dim": 24, "dtype": lib.PE_SRC_BF16}
+    c.good(lib.pe_kv_create(backend, c.struct("pe_kv_desc", **good), i32))
+    c.good(lib.pe_kv_block_bytes(backend, i32[0], size))
+    assert size[0] == 2 * 3 * 32 * (8 + 32) * 2  # values are padded to 32 columns
+    c.good(lib.pe_kv_reserve(backend, i32[0], 5))
+    c.bad(lib.pe_kv_reserve(backend, 7, 5), REQUEST, "KV group 7 does not exist")
+    c.bad(lib.pe_kv_create(backend, c.struct("pe_kv_desc", **{**good, "layers": 0}), i32), REQUEST, "0 layers")
+    half = c.struct("pe_kv_desc", **{**good, "dtype": lib.PE_SRC_F16})
+    c.bad(lib.pe_kv_create(backend, half, i32), UNSUPPORTED, "KV dtype 2")
