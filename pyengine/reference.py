@@ -19,7 +19,7 @@ from pyengine import rope
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError, UnsupportedModelError
-from pyengine.families import check_tensors
+from pyengine.families import check_tensors, expected_tensors
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
 
 Array = NDArray[Any]
@@ -231,6 +231,6 @@ def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceMode
     spec = load_model_spec(folder)
     with Checkpoint.open(folder) as checkpoint:
         check_tensors(spec, checkpoint.tensors, folder)
-        weights = {name: checkpoint.read_float32(name) for name in checkpoint.tensors}
+        weights = {name: checkpoint.read_float32(name) for name in expected_tensors(spec)}
         checkpoint.verify_unchanged()
     return ReferenceModel(spec, weights, dtype)

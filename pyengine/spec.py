@@ -79,16 +79,13 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """Tokens of context the model is made for.
+        """Tokens of context the model is made for: max_position_embeddings, which already counts any scaling.
 
-        A dynamic or yarn scaling whose original maximum is max_position_embeddings stretches that by its factor; where
-        the original maximum is smaller, max_position_embeddings already is the stretched one.
+        Only a dynamic RoPE keeps the original maximum there and goes past it by its factor.
         """
         longest = self.max_position_embeddings
         for layer in self.layers:
-            rope = layer.attention.rope
-            p = dict(rope.parameters)
-            original = p.get("original_max_position_embeddings", 0)
-            if rope.rope_type in ("dynamic", "yarn") and original >= self.max_position_embeddings:
-                longest = max(longest, int(self.max_position_embeddings * p["factor"]))
+            if layer.attention.rope.rope_type == "dynamic":
+                factor = dict(layer.attention.rope.parameters)["factor"]
+                longest = max(longest, int(self.max_position_embeddings * factor))
         return longest

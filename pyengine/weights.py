@@ -7,7 +7,7 @@ one layer's raw tensors (or a part of the embedding or the head) are held beside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pyengine._core import Backend, Format
 from pyengine.checkpoint import Checkpoint
 from pyengine.errors import ModelFormatError
+from pyengine.families import expected_tensors
 from pyengine.quantize import PackedFormat, Quantization
 from pyengine.spec import AttentionSpec, LayerSpec, ModelSpec
 
@@ -206,11 +207,10 @@ def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     return raw.astype(np.float32, copy=False)
 
 
-def read_layer(checkpoint: Checkpoint, layer: LayerSpec) -> Raw:
-    """All tensors of a layer as stored, by the name behind `model.layers.<n>.`."""
+def read_layer(checkpoint: Checkpoint, layer: LayerSpec, names: Collection[str]) -> Raw:
+    """The tensors of a layer that are among `names`, as stored, by the name behind `model.layers.<n>.`."""
     prefix = f"model.layers.{layer.index}."
-    names = [name for name in checkpoint.tensors if name.startswith(prefix) and not name.endswith(".inv_freq")]
-    return {name[len(prefix) :]: checkpoint.read(name) for name in names}
+    return {name[len(prefix) :]: checkpoint.read(name) for name in names if name.startswith(prefix)}
 
 
 def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, importance: Importance) -> LayerWeights:
@@ -305,11 +305,12 @@ def load_weights(
     """
     packer = Packer(backend, checkpoint, strict=strict)
     total = spec.num_layers + 1
+    names = expected_tensors(spec)
     weights = ModelWeights(NONE, NONE, NONE, [], quantization, warnings=packer.warnings)
     for layer in spec.layers:
         if progress is not None:
             progress(layer.index, total, "loading")
-        raw = read_layer(checkpoint, layer)
+        raw = read_layer(checkpoint, layer, names)
         importance: Importance = observe(layer, raw) if observe is not None else {}
         w = pack_layer(packer, layer, raw, quantization.layers, importance)
         weights.layers.append(w)

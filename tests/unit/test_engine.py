@@ -150,6 +150,29 @@ def test_the_context_is_exact(folder: Path) -> None:
             one.logits([*full, 1])
 
 
+@pytest.mark.parametrize(("kind", "positions"), [("yarn", 64), ("linear", 64), ("dynamic", 256)])
+def test_a_scaled_rope_counts_its_factor_once(tmp_path: Path, kind: str, positions: int) -> None:
+    config = {**CONFIG, "max_position_embeddings": 64, "rope_scaling": {"rope_type": kind, "factor": 4.0}}
+    write_tiny_model(tmp_path, config)
+    with pyengine.load(tmp_path, quant="f32") as one:
+        assert one.ctx_size == positions
+        assert np.isfinite(one.logits([1] * positions, [positions - 1])).all()
+        with pytest.raises(pyengine.RequestError):
+            one.logits([1] * (positions + 1))
+
+
+def test_unused_tensors_of_other_kinds_load(tmp_path: Path) -> None:
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+        "model.layers.0.self_attn.steps": np.arange(3),
+        "model.flag": np.ones(2, bool),
+    }
+    write_tiny_model(tmp_path, CONFIG, tensors={**tiny_tensors(CONFIG, seed=4), **extra})
+    with pyengine.load(tmp_path, quant="int8") as one:
+        assert np.isfinite(one.logits(PROMPT)).all()
+        assert len(one.notes) >= 3
+
+
 def test_no_tokens_wanted_is_no_compute(engine: pyengine.Engine) -> None:
     result = engine.generate(PROMPT, max_tokens=0)
     assert (result.tokens, result.finish_reason, result.usage["completion_tokens"]) == ([], "length", 0)
