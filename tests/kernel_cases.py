@@ -144,13 +144,14 @@ def unpack(raw: Array, mutate: str = "") -> Unpacked:
         stored = np.stack(halves, axis=3).transpose(0, 2, 1, 3, 4).reshape(rows, -1)
     offset = {"int8": 128, "int4 symmetric": 8, "int4 minimum": 0}[kind]
     q = stored[:n, :k].astype(np.float64) - offset
-    if mutate == "last column dropped":
-        q[:, -1] = 0
     scale, minimum = _group_values(panels, kind, groups)
     at = np.arange(k) // group
     if mutate == "scale of the neighbour group":
         at = (at + 1) % groups
-    return Unpacked(kind, q, scale[:n, at], minimum[:n, at])
+    result = Unpacked(kind, q, scale[:n, at], minimum[:n, at])
+    if mutate == "last column dropped":
+        result.q[:, -1] = result.minimum[:, -1] = 0
+    return result
 
 
 def _group_values(panels: Array, kind: str, groups: int) -> tuple[Array, Array]:
