@@ -17,6 +17,8 @@ import pytest
 from builders import safetensors_bytes, tiny_tensors, write_tiny_model
 from compare import assert_close, assert_same_bits
 from refusal import assert_refused
+from tiny_tokenizers import byte_level
+from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
 from pyengine.errors import ModelFormatError
@@ -385,3 +387,41 @@ def test_unusual_shapes(shape: str, quant: str, tmp_path: Path) -> None:
         actual = engine.logits(ids)
     bound = {"f32": 1e-4, "bf16": 0.05, "int8": 0.1, "int4": 1.0}[quant]
     assert_close(actual, expected, bound * max(1.0, float(np.abs(expected).max())), shape)
+
+
+# ---- the same under calibration, which runs each layer on a text before it is packed ------------------------------
+
+CALIBRATED = {**CONFIG, "vocab_size": 258}
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_calibration_meets_the_same_nan_first(quant: str, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[GATE][101, 7] = np.nan
+
+    folder = write_tokenizer(made(tmp_path, change, CALIBRATED), byte_level())
+    texts = (f"tensor '{GATE}'", f"nan at flat index {101 * 64 + 7}")
+    assert_refused(lambda: pyengine.load(folder, quant=quant, threads=1), ModelFormatError, texts, folder, small=False)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("change", [zeros, zero_group, outlier, outlier_elsewhere, denormal, negative_zeros])
+def test_calibration_with_odd_values_stays_finite(change: Change, quant: str, tmp_path: Path) -> None:
+    folder = write_tokenizer(made(tmp_path, change, CALIBRATED), byte_level())
+    with pyengine.load(folder, quant=quant, threads=1) as engine:
+        assert not [note for note in engine.notes if "without calibration" in note]
+        actual = engine.logits(IDS)
+    assert np.isfinite(actual).all()
+    assert actual.any() or change not in (zero_group, negative_zeros)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_calibration_meets_embedding_rows_of_nan(quant: str, tmp_path: Path) -> None:
+    """The rows of the text itself: refused as any other, not by what they would do to the pass."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[EMBED][:] = np.nan
+
+    folder = write_tokenizer(made(tmp_path, change, CALIBRATED), byte_level())
+    texts = (f"tensor '{EMBED}'", "nan at flat index")
+    assert_refused(lambda: pyengine.load(folder, quant=quant, threads=1), ModelFormatError, texts, folder, small=False)
