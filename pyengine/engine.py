@@ -25,7 +25,7 @@ from pyengine.families import check_tensors
 from pyengine.generate import GenerationResult, GenerationStream
 from pyengine.kv_cache import KvPool
 from pyengine.kv_cache import Sequence as KvSequence
-from pyengine.sampling import SamplingParams, check_token_ids
+from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import ModelSpec, RopeSpec
 from pyengine.tokenizer import Tokenizer
 from pyengine.weights import load_weights
@@ -93,6 +93,7 @@ class Engine:
         self._arguments = arguments
         self._lock = threading.RLock()
         self._closed = False
+        self._timed: GenerationStream | None = None  # whose decode steps the program's timers now count
         self.device = check_device(arguments["device"])
         self.notes: list[str] = []
         quant = arguments["quant"]
@@ -159,6 +160,7 @@ class Engine:
 
     def build(self, *, hooks: Hooks | None = None, fused: bool = True, timed: bool = True) -> BuiltProgram:
         """A program over this engine's weights: with taps and masks, unfused, or without timers."""
+        self._check_open()
         layout = KvLayout(self.pool.groups, self.ropes.ids)
         return build(
             self.backend,
@@ -234,14 +236,14 @@ class Engine:
         Errors: RequestError for bad ids, rows or chunk.
         """
         ids = check_token_ids(ids, self.spec.vocab_size)
-        wanted = np.arange(len(ids)) if rows is None else np.asarray(rows, np.int64)
+        wanted = np.arange(len(ids)) if rows is None else row_indices(rows)
         if not len(ids) or len(ids) > self.ctx_size:
             raise RequestError(f"{len(ids)} tokens; expected 1 to {self.ctx_size}")
-        if wanted.ndim != 1 or (wanted.size and (wanted.min() < 0 or wanted.max() >= len(ids))):
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(ids)):
             raise RequestError(f"rows of {len(ids)} tokens; expected indices 0 to {len(ids) - 1}")
         step = MAX_BATCH_TOKENS if chunk is None else chunk
-        if not 1 <= step <= MAX_BATCH_TOKENS:
-            raise RequestError(f"chunk {step}; expected 1 to {MAX_BATCH_TOKENS}")
+        if not is_integer(step) or not 1 <= step <= MAX_BATCH_TOKENS:
+            raise RequestError(f"chunk {step!r}; expected 1 to {MAX_BATCH_TOKENS}")
         out = np.empty((len(wanted), self.spec.vocab_size), np.float32)
         parts: list[list[Float32]] = []
         with self._running():
@@ -299,20 +301,16 @@ class Engine:
 
     def generate(self, prompt: str | Sequence[int], **sampling: Any) -> GenerationResult:
         """The whole text at once; arguments as for `stream`. str(result) is the text."""
-        stream = self.stream(prompt, **sampling)
-        for _ in stream:
-            pass
-        assert stream.result is not None
-        return stream.result
+        return self.stream(prompt, **sampling).finish()
 
     def generate_batch(
         self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **sampling: Any
     ) -> list[GenerationResult]:
-        """One result per prompt; with a seed, request i uses seed + i."""
-        return [
-            self.generate(prompt, seed=None if seed is None else seed + i, **sampling)
-            for i, prompt in enumerate(prompts)
+        """One result per prompt; with a seed, request i uses seed + i. All are checked before the first computes."""
+        streams = [
+            self.stream(prompt, seed=None if seed is None else seed + i, **sampling) for i, prompt in enumerate(prompts)
         ]
+        return [stream.finish() for stream in streams]
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a raw text, BOS and special tokens as the tokenizer's own rules say."""
@@ -333,14 +331,22 @@ class Engine:
         if self._closed:
             raise RequestError("the engine is closed; expected an open one")
 
-    def _running(self) -> _Running:
-        return _Running(self)
+    def _running(self, timed: GenerationStream | None = None) -> _Running:
+        return _Running(self, timed)
+
+    def _time_for(self, stream: GenerationStream | None) -> None:
+        """From here on the timers count for `stream`; what they counted goes to whom it belongs. Under the lock."""
+        ops_ns, _, _ = self.program.program.times(True)
+        if self._timed is not None:
+            self._timed.add_times(self.program.ops, ops_ns)
+        self._timed = stream
 
     def close(self) -> None:
         """Give the memory back. Calls after this are RequestErrors; closing twice is not."""
         with self._lock:
             if self._closed:
                 return
+            self._time_for(None)
             self._closed = True
             del self.program, self.pool, self.ropes, self.weights, self.backend
 
@@ -356,15 +362,18 @@ class Engine:
 
 
 class _Running:
-    """Holds the engine's lock for one call, and refuses a closed engine."""
+    """Holds the engine's lock for one call, and refuses a closed engine. timed: the stream whose decode step it is."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, timed: GenerationStream | None) -> None:
         self.engine = engine
+        self.timed = timed
 
     def __enter__(self) -> None:
         self.engine._lock.acquire()
         try:
             self.engine._check_open()
+            if self.engine._timed is not self.timed:
+                self.engine._time_for(self.timed)
         except BaseException:
             self.engine._lock.release()
             raise
@@ -392,9 +401,16 @@ def choose_kv_dtype(kv_dtype: str | None, quant: str) -> str:
 
 
 def choose_ctx_size(ctx_size: int, spec: ModelSpec) -> int:
-    if isinstance(ctx_size, bool) or not isinstance(ctx_size, int) or not 0 <= ctx_size <= spec.max_context:
+    if not is_integer(ctx_size) or not 0 <= ctx_size <= spec.max_context:
         raise RequestError(f"context {ctx_size!r}; expected 0 to the model's maximum {spec.max_context}")
-    return ctx_size or spec.max_context
+    return int(ctx_size) or spec.max_context
+
+
+def row_indices(rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """`rows` [R] as integers. RequestError for anything else: a float or a mask would be read as other rows."""
+    if not all(is_integer(row) for row in rows):
+        raise RequestError("rows are not integers; expected indices of tokens")
+    return np.array([int(row) for row in rows], np.int64)
 
 
 def load(
@@ -429,8 +445,10 @@ def load(
             raise RequestError(
                 f"PYENGINE_THREADS={os.environ['PYENGINE_THREADS']!r}; expected a whole number"
             ) from None
-    if threads is not None and (isinstance(threads, bool) or not 1 <= threads <= 1024):
+    if threads is not None and (not is_integer(threads) or not 1 <= threads <= 1024):
         raise RequestError(f"threads {threads!r}; expected 1 to 1024")
+    if isa is not None and not isinstance(isa, str):
+        raise RequestError(f"isa {isa!r}; expected a name")
     arguments = {
         "quant": quant,
         "group_size": group_size,

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyengine import __version__
 from pyengine._core import Stage
@@ -143,6 +144,13 @@ class GenerationStream:
         if self.result is None:
             self._end("cancelled")
 
+    def finish(self) -> GenerationResult:
+        """Run to the end; the result."""
+        for _ in self:
+            pass
+        assert self.result is not None
+        return self.result
+
     # ---- the request ----------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[Piece, None, None]:
@@ -153,14 +161,16 @@ class GenerationStream:
                 return
             token, logprob = self._prefill()
             started = time.perf_counter()
-            self._reset_times()
             while True:
                 piece = self._accept(token, logprob)
                 self.predicted_ms = (time.perf_counter() - started) * 1e3
                 yield piece
                 if piece.finish_reason is not None:
                     return
-                token, logprob = self._step([token])
+                try:
+                    token, logprob = self._step([token], timed=self)
+                finally:  # the timers have counted a step that was cancelled, too
+                    self.predicted_ms = (time.perf_counter() - started) * 1e3
                 self.decode_steps += 1
         finally:
             self._end(self.finish_reason or "cancelled")
@@ -179,9 +189,9 @@ class GenerationStream:
         self.prompt_ms = (time.perf_counter() - started) * 1e3
         return token, logprob
 
-    def _step(self, ids: list[int]) -> tuple[int, float]:
+    def _step(self, ids: list[int], *, timed: GenerationStream | None = None) -> tuple[int, float]:
         rows = np.array([len(ids) - 1], np.int32)
-        with self.engine._running():
+        with self.engine._running(timed):
             out = self.engine.forward(
                 [(self.sequence, ids)], rows=rows, sampling=[self._sampling()], cancel=self.cancel
             )
@@ -239,22 +249,21 @@ class GenerationStream:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def _reset_times(self) -> None:
-        self.engine.program.program.times(True)
-
-    def _collect_times(self) -> None:
-        ops_ns, _, _ = self.engine.program.program.times(False)
-        stages = [op["stage"] for op in self.engine.program.ops]
-        self.stage_ns = np.bincount(stages, weights=ops_ns, minlength=len(STAGES)).astype(np.int64)
+    def add_times(self, ops: list[dict[str, Any]], ops_ns: npt.NDArray[np.uint64]) -> None:
+        """Count nanoseconds per op of decode steps of this stream: [len(ops)]."""
+        stages = [op["stage"] for op in ops]
+        self.stage_ns += np.bincount(stages, weights=ops_ns, minlength=len(STAGES)).astype(np.int64)
 
     def _end(self, reason: str) -> None:
         if self.result is not None:
             return
-        self.sequence.close()
         engine, steps = self.engine, self.decode_steps
+        with engine._lock:
+            self.sequence.close()
+            if engine._timed is self:
+                engine._time_for(None)
         breakdown, share = None, None
         if steps and self.predicted_ms:
-            self._collect_times()
             breakdown = {name: float(self.stage_ns[int(getattr(Stage, name.upper()))]) / 1e6 / steps for name in STAGES}
             breakdown["other"] = self.predicted_ms / steps - sum(breakdown.values())
             share = breakdown["ffn"] * steps / self.predicted_ms

@@ -52,6 +52,8 @@ def choose(quant: str, group_size: int | None = None, scheme: str | None = None)
 
     Errors: RequestError for an unknown value, or one that the format does not use.
     """
+    if scheme is not None and (quant != "int4" or scheme not in INT4_SCHEMES):
+        raise RequestError(f"int4 scheme {scheme!r} with {quant}; expected int4 and one of {', '.join(INT4_SCHEMES)}")
     if quant in ("f32", "bf16"):
         if group_size is not None:
             raise RequestError(f"group size {group_size} with {quant}, which has no groups; expected int8 or int4")
@@ -61,13 +63,11 @@ def choose(quant: str, group_size: int | None = None, scheme: str | None = None)
         raise RequestError(f"quant {quant!r}; expected one of {', '.join(QUANTS)}")
     groups = INT8_GROUPS if quant == "int8" else INT4_GROUPS
     group = DEFAULT_GROUP[quant] if group_size is None else group_size
-    if isinstance(group, bool) or group not in groups:
-        raise RequestError(f"group size {group} with {quant}; expected one of {', '.join(map(str, groups))}")
+    if not isinstance(group, int) or isinstance(group, bool) or group not in groups:
+        raise RequestError(f"group size {group!r} with {quant}; expected one of {', '.join(map(str, groups))}")
     int8 = PackedFormat(Format.INT8, DEFAULT_GROUP["int8"])
     if quant == "int8":
         return Quantization(quant, group, None, int8, int8)
     scheme = "minimum" if scheme is None else scheme
-    if scheme not in INT4_SCHEMES:
-        raise RequestError(f"int4 scheme {scheme!r}; expected one of {', '.join(INT4_SCHEMES)}")
     int4 = Format.INT4_MIN if scheme == "minimum" else Format.INT4_SYM
     return Quantization(quant, group, scheme, PackedFormat(int4, group), int8)
