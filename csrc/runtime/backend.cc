@@ -70,6 +70,10 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
     fail(PE_REQUEST, "%lld rows at %lld with stride %lld do not fit a tensor of %lld %s",
          static_cast<long long>(a.rows), static_cast<long long>(a.panel_offset), static_cast<long long>(a.panel_stride),
          static_cast<long long>(all), panels ? "panels" : "rows");
+  for (int64_t k = 0; a.importance && k < t.cols; ++k)
+    if (!(a.importance[k] >= 0.0f) || a.importance[k] > 3.0e38f)
+      fail(PE_REQUEST, "importance of column %lld is %g; expected 0 or more, finite", static_cast<long long>(k),
+           static_cast<double>(a.importance[k]));
   if (!panels) {
     if (a.source_dtype == PE_SRC_F16 || (t.format == PE_ROWS_BF16 && a.source_dtype != PE_SRC_BF16))
       fail(PE_UNSUPPORTED, "source dtype %d for %s", a.source_dtype, format_name(t.format));

@@ -102,6 +102,8 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
   buffers_.resize(static_cast<size_t>(desc.buffer_count));
   for (size_t i = 0; i < buffers_.size(); ++i) {
     const pe_buffer_desc& d = desc.buffers[i];
+    if (d.struct_size != sizeof d)
+      fail(PE_REQUEST, "buffer %zu: struct_size %u; expected %zu", i, d.struct_size, sizeof d);
     if (d.width < 1 || d.width > (int64_t{1} << 31))
       fail(PE_REQUEST, "buffer %zu has width %lld", i, static_cast<long long>(d.width));
     buffers_[i].quantized = d.quantized != 0;
@@ -406,6 +408,7 @@ void Program::plan_scratch() {
 }
 
 void Program::check_sampling(const pe_sampling& p) const {
+  if (p.struct_size != sizeof p) fail(PE_REQUEST, "sampling has struct_size %u; expected %zu", p.struct_size, sizeof p);
   const auto probability = [](float x) { return x >= 0.0f && x <= 1.0f; };
   if (!(p.temperature >= 0.0f) || std::isinf(p.temperature))
     fail(PE_REQUEST, "temperature is %g; expected 0 or more, finite", static_cast<double>(p.temperature));

@@ -292,6 +292,9 @@ def test_a_struct_of_another_size_is_refused(c: Client, backend: Any, size: int)
     c.bad(lib.pe_program_run(program, wrong(c.batch(x, np.empty((2, 16), np.float32)))), REQUEST, "batch has " + says)
     ops[2].struct_size = size
     c.bad(lib.pe_program_create(backend, c.program_desc(ops, buffers, 2), made), REQUEST, f"op 2: {says}")
+    narrow = c.program_desc(c.linear_ops(tensor), buffers, 2)
+    narrow.buffers[1].struct_size = size
+    c.bad(lib.pe_program_create(backend, narrow, made), REQUEST, f"buffer 1: {says}")
     lib.pe_program_destroy(program)
 
 
