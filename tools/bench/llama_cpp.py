@@ -83,9 +83,8 @@ def main() -> None:
             rates = [tokens / statistics.median(pair[who][phase] for pair in rounds) for who in (0, 1)]
             ratio = statistics.median(a[phase] / b[phase] for a, b in rounds)
             name = ("prefill", "decode")[phase]
-            print(
-                f"{name}: llama.cpp {rates[0]:.1f} tok/s, pyengine {engine.quant} {rates[1]:.1f} tok/s, ratio {ratio:.2f}"
-            )
+            rate = f"llama.cpp {rates[0]:.1f} tok/s, pyengine {engine.quant} {rates[1]:.1f} tok/s"
+            print(f"{name}: {rate}, ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":
