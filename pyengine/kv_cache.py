@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine._core import KV_BLOCK, Backend
+from pyengine.errors import RequestError
 from pyengine.spec import ModelSpec
 
 Int32 = npt.NDArray[np.int32]
@@ -55,6 +56,11 @@ class KvPool:
         self.free[group].append(block)
 
 
+def first_seen(length: int, window: int | None) -> int:
+    """The first block that the token at position `length` looks into."""
+    return 0 if window is None else max(0, length + 1 - window) // KV_BLOCK
+
+
 class Sequence:
     """The tokens of one sequence in the pools: `length` tokens are cached."""
 
@@ -80,18 +86,23 @@ class Sequence:
         for group, window in enumerate(self.pool.windows):
             if window is None:
                 continue
-            first = max(0, self.length + 1 - window) // KV_BLOCK  # of the keys the next token sees
+            first = first_seen(self.length, window)
             for index in [i for i in self.owned[group] if i < first]:
                 self.pool.give_back(group, self.owned[group].pop(index))
                 self.tables[group][index] = 0  # any valid block: never read
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on. Only without windows can earlier blocks still be there."""
+        """Forget the tokens from `length` on. RequestError, and nothing changes, where a window has given back blocks
+        that the next token would see."""
+        length = min(self.length, length)
+        keep = -(-length // KV_BLOCK)
+        for owned, window in zip(self.owned, self.pool.windows, strict=True):
+            if not owned.keys() >= set(range(first_seen(length, window), keep)):
+                raise RequestError(f"{length} of {self.length} tokens; expected as many as the window still holds")
         for group, owned in enumerate(self.owned):
-            keep = -(-length // KV_BLOCK)
             for index in [i for i in owned if i >= keep]:
                 self.pool.give_back(group, owned.pop(index))
-        self.length = min(self.length, length)
+        self.length = length
 
     def close(self) -> None:
         for group, owned in enumerate(self.owned):
