@@ -165,13 +165,14 @@ class Packer:
         try:
             self.backend.tensor_pack(tensor, source, offset, stride, importance)
         except ModelFormatError:
-            info = self.checkpoint.tensors[name]
-            at = int(np.flatnonzero(~np.isfinite(as_float32(source)))[0])
-            value = as_float32(source).reshape(-1)[at]
-            flat = first_row * source.shape[-1] + at
-            raise ModelFormatError(
-                f"{info.file}: tensor '{name}': {value} at flat index {flat}; expected finite values"
-            ) from None
+            raise self.not_finite(name, source, first_row) from None
+
+    def not_finite(self, name: str, source: npt.NDArray[Any], first_row: int = 0) -> ModelFormatError:
+        """The error that names the first NaN or Inf of `source`, which holds the tensor's rows from first_row on."""
+        at = int(np.flatnonzero(~np.isfinite(as_float32(source)))[0])
+        value, flat = as_float32(source).reshape(-1)[at], first_row * source.shape[-1] + at
+        file = self.checkpoint.tensors[name].file
+        return ModelFormatError(f"{file}: tensor '{name}': {value} at flat index {flat}; expected finite values")
 
     def check_not_zero(self, name: str, source: npt.NDArray[Any]) -> None:
         if is_zero(source[:4]) and is_zero(source):
@@ -184,15 +185,22 @@ class Packer:
             raise ModelFormatError(f"{text}; expected weights")
         self.warnings.append(text)
 
-    def vector(self, name: str, parts: list[tuple[npt.NDArray[Any], int]], size: int) -> int:
-        """float32 [size], zero but for each part at its offset; size is rounded up to whole panels."""
+    def vector(self, parts: list[tuple[str, npt.NDArray[Any], npt.NDArray[np.int64]]], size: int) -> int:
+        """float32 [size], zero but for each part (name, values, where they go)."""
         values = np.zeros(size, np.float32)
-        for part, offset in parts:
-            values[offset : offset + len(part)] = part
-        tensor = self.backend.tensor_create(int(Format.VECTOR_F32), 1, size, 0)
-        self.made.append(tensor)
-        self.fill(tensor, name, values)
+        for name, raw, places in parts:
+            part = as_float32(raw)
+            if not np.isfinite(part).all():
+                raise self.not_finite(name, part)
+            values[places] = part
+        tensor = self.create(PackedFormat(Format.VECTOR_F32), 1, size)
+        self.backend.tensor_pack(tensor, values)
         return tensor
+
+    def norm(self, name: str, raw: npt.NDArray[Any]) -> int:
+        """The weight of a norm, as it is."""
+        self.check_not_zero(name, raw)
+        return self.vector([(name, raw, np.arange(len(raw)))], len(raw))
 
 
 def is_zero(raw: npt.NDArray[Any]) -> bool:
@@ -204,7 +212,8 @@ def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """A raw array of a checkpoint (uint16 = bfloat16 bits) as float32."""
     if raw.dtype == np.uint16:
         return (raw.astype(np.uint32) << 16).view(np.float32)
-    return raw.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # a float64 past float32 becomes Inf, and is refused as that
+        return raw.astype(np.float32, copy=False)
 
 
 def read_layer(checkpoint: Checkpoint, layer: LayerSpec, names: Collection[str]) -> Raw:
@@ -228,46 +237,41 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
         return tensor
 
     def norm(name: str) -> int:
-        values = as_float32(raw[name + ".weight"])
-        packer.check_not_zero(f"{prefix}{name}.weight", values)
-        return packer.vector(f"{prefix}{name}.weight", [(values, 0)], len(values))
+        return packer.norm(f"{prefix}{name}.weight", raw[name + ".weight"])
 
-    def bias(parts: list[tuple[str, int]], size: int) -> int:
-        values = [(as_float32(raw[name + ".bias"]), offset) for name, offset in parts]
-        return packer.vector(f"{prefix}{parts[0][0]}.bias", values, size)
+    def bias(parts: list[tuple[str, int, int]], size: int) -> int:
+        """Parts (name, offset, stride), both in panels, as for `matrix`."""
+        placed = []
+        for name, offset, stride in parts:
+            values = raw[name + ".bias"]
+            row = np.arange(len(values))
+            placed.append((f"{prefix}{name}.bias", values, (offset + row // PANEL * stride) * PANEL + row % PANEL))
+        return packer.vector(placed, padded(size))
 
     hidden = len(raw["input_layernorm.weight"])
+    qkv = [
+        ("self_attn.q_proj", 0, 1),
+        ("self_attn.k_proj", layout.k // PANEL, 1),
+        ("self_attn.v_proj", layout.v // PANEL, 1),
+    ]
+    o, down = [("self_attn.o_proj", 0, 1)], [("mlp.down_proj", 0, 1)]
+    gate_up = [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)]
     w = LayerWeights(
         attn_norm=norm("input_layernorm"),
-        qkv=matrix(
-            layout.width,
-            [
-                ("self_attn.q_proj", 0, 1),
-                ("self_attn.k_proj", layout.k // PANEL, 1),
-                ("self_attn.v_proj", layout.v // PANEL, 1),
-            ],
-            "qkv",
-        ),
-        o=matrix(hidden, [("self_attn.o_proj", 0, 1)], "o"),
+        qkv=matrix(layout.width, qkv, "qkv"),
+        o=matrix(hidden, o, "o"),
         ffn_norm=norm("post_attention_layernorm"),
-        gate_up=matrix(2 * inter, [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)], "gate_up"),
-        down=matrix(hidden, [("mlp.down_proj", 0, 1)], "down"),
+        gate_up=matrix(2 * inter, gate_up, "gate_up"),
+        down=matrix(hidden, down, "down"),
     )
     if a.qkv_bias:
-        names = [("self_attn.q_proj", 0), ("self_attn.k_proj", layout.k), ("self_attn.v_proj", layout.v)]
-        w.qkv_bias = bias(names, padded(layout.width))
+        w.qkv_bias = bias(qkv, layout.width)
     if a.o_bias:
-        w.o_bias = bias([("self_attn.o_proj", 0)], padded(hidden))
+        w.o_bias = bias(o, hidden)
     if a.qk_norm:
         w.q_norm, w.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
     if f.bias:
-        w.down_bias = bias([("mlp.down_proj", 0)], padded(hidden))
-        joined = np.zeros((inter // PANEL, 2, PANEL), np.float32)
-        for at, name in enumerate(("mlp.gate_proj", "mlp.up_proj")):
-            values = np.zeros(inter, np.float32)
-            values[: f.intermediate_size] = as_float32(raw[name + ".bias"])
-            joined[:, at] = values.reshape(-1, PANEL)
-        w.gate_up_bias = packer.vector(f"{prefix}mlp.gate_proj.bias", [(joined.reshape(-1), 0)], 2 * inter)
+        w.gate_up_bias, w.down_bias = bias(gate_up, 2 * inter), bias(down, hidden)
     return w
 
 
@@ -323,9 +327,7 @@ def load_weights(
         del raw
     if progress is not None:
         progress(spec.num_layers, total, "loading")
-    norm = as_float32(checkpoint.read("model.norm.weight"))
-    packer.check_not_zero("model.norm.weight", norm)
-    weights.final_norm = packer.vector("model.norm.weight", [(norm, 0)], len(norm))
+    weights.final_norm = packer.norm("model.norm.weight", checkpoint.read("model.norm.weight"))
     importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
         name = "model.embed_tokens.weight"
