@@ -27,7 +27,16 @@ Float32 = npt.NDArray[np.float32]
 
 
 def mean_square(x: Float32) -> Float32:
-    """E[x^2] over tokens of x [T, K], with a floor of 1e-4 of the mean, so that no channel is free: float32 [K]."""
+    """E[x^2] over tokens of x [T, K], with a floor of 1e-4 of the mean, so that no channel is free: float32 [K].
+
+    Only its ratios matter, so values whose squares float32 cannot hold are divided by the largest. Where x is zero or
+    not finite (weights of that kind get their own error or warning), it tells nothing: all channels are the same.
+    """
+    top = np.abs(x).max()
+    if not 0 < top < np.inf:
+        return np.ones(x.shape[1], np.float32)
+    if not 1e-15 <= top <= 1e15:
+        x = x / top
     square = np.einsum("tk,tk->k", x, x) / np.float32(len(x))
     return np.asarray(np.maximum(square, 1e-4 * square.mean()), np.float32)
 
@@ -83,5 +92,6 @@ class Calibrator:
         """The same for lm_head, after the last layer: the input is the final norm's output."""
         x = self.hidden.astype(np.float64)
         norm = as_float32(self.checkpoint.read("model.norm.weight"))
-        x = x / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.spec.rms_norm_eps) * norm
+        with np.errstate(invalid="ignore"):  # of a hidden state that holds Inf
+            x = x / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.spec.rms_norm_eps) * norm
         return mean_square(x.astype(np.float32))
