@@ -20,7 +20,8 @@ import jinja2
 
 from pyengine.errors import ChatTemplateError, RequestError, TokenizerError
 from pyengine.strict_json import shown
-from pyengine.template_sandbox import BUDGET, MAX_RENDERED_BYTES, Budget, LimitError, RefusedError, Sandbox
+from pyengine.template_limits import BUDGET, MAX_RENDERED_BYTES, Budget, LimitError
+from pyengine.template_sandbox import RefusedError, Sandbox
 from pyengine.tokenizer import Tokenizer
 from pyengine.tokenizer_file import read_config
 
@@ -43,6 +44,7 @@ class ChatTemplate:
         self.token_names = tokenizer.token_names
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
             raise ChatTemplateError(f"{where}: over {MAX_TEMPLATE_BYTES} bytes; expected a shorter template")
+        token = BUDGET.set(Budget())  # the compiler runs what is constant
         try:
             self._template = Sandbox().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -51,6 +53,8 @@ class ChatTemplate:
             ) from None
         except Exception as error:  # too deep for the compiler, say: RecursionError, SyntaxError, MemoryError
             raise ChatTemplateError(f"{where}: {error or type(error).__name__}; expected a jinja template") from None
+        finally:
+            BUDGET.reset(token)
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -109,6 +113,7 @@ class ChatTemplate:
                 raise RequestError(f"template argument {name!r} is the engine's own; expected another name")
         variables = {"tools": None, "documents": None, **self.token_names, **_plain(dict(args), "template arguments")}
         variables |= {"messages": messages, "add_generation_prompt": prompt}
+        budget.begin(variables)
         token = BUDGET.set(budget)
         try:
             pieces, size = [], 0

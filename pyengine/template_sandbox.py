@@ -1,40 +1,43 @@
 """Stage 5, template_sandbox: jinja2's immutable sandbox with limits of time, output and memory.
 
 A chat template is code that came with a model. jinja2's sandbox keeps it from the process's objects and files, but not
-from running or growing for ever. Here:
+from running or growing for ever. Here what a template does is counted (template_limits.py):
 
-- Time. Every round of a loop and every call passes `tick`, which looks at the clock. jinja has no other way to run long
-  (no while, no goto), so this stops a template on any thread, without signals (main thread only), without a second
-  thread (which could not be killed) and without a trace function (slow, and a debugger's). The ticks are put into the
-  template's syntax tree before it is compiled.
-- Output and memory. What can make a long text out of short ones (+ * % ~, join, replace, padding, blocks ...) says how
-  long it will be before it is made: 16 MiB for one, 1 GiB in all. Filters and methods that would need the same care and
-  that no chat template uses are left out.
+- Every round of a loop and every call looks at the clock. jinja has no other way to run long (no while, no goto), so
+  this stops a template on any thread, without signals (main thread only), without a second thread (which could not be
+  killed) and without a trace function (slow, and a debugger's). The calls that look are put into the template's syntax
+  tree before it is compiled, and so are those that count slices, lists, tuples and dicts.
+- Filters and operators are wrapped. Those that would need more care and that no chat template uses are left out.
+- A template has at most 50,000 words and signs: one of a mebibyte of them would take the compiler ten seconds and 2 GB.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sized
-from contextvars import ContextVar
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import jinja2
 from jinja2 import filters, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SECONDS = 2.0
-MAX_RENDERED_BYTES = 16 << 20
-MAX_MADE_CHARACTERS = 1 << 30
-MAX_INTEGER_BITS = 1 << 16
-MAX_PADDING = 9999  # widths of formats have at most four digits
+from pyengine.template_limits import (
+    CONTAINERS,
+    ITEM,
+    MAX_INTEGER_BITS,
+    LimitError,
+    budget,
+    check_format,
+    check_method,
+)
+
+MAX_TOKENS = 50_000  # the longest published templates have some 5,000
 
 LEFT_OUT_FILTERS = (
     "batch",
@@ -49,92 +52,34 @@ LEFT_OUT_FILTERS = (
     "wordwrap",
     "xmlattr",
 )
-LEFT_OUT_METHODS = frozenset({"encode", "to_bytes", "from_bytes", "hex", "fromhex"})
-
-
-class LimitError(Exception):
-    """A template went over a limit; the message says which."""
+PASSED_BY_JINJA = ("_loop_vars", "_block_vars")  # keyword arguments of every call inside a loop or block
+ITEM_BY_ITEM = frozenset(
+    {
+        "dictsort",
+        "groupby",
+        "items",
+        "join",
+        "list",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "select",
+        "selectattr",
+        "sort",
+        "sum",
+        "title",
+        "unique",
+        "urlencode",
+        "wordcount",
+    }
+)
+LEFT_OUT_METHODS = frozenset({"encode", "to_bytes", "from_bytes", "hex", "fromhex", "fromkeys"})
 
 
 class RefusedError(Exception):
     """The template called raise_exception: it refuses these messages, in its own words."""
-
-
-class Budget:
-    """What one rendering may still use."""
-
-    def __init__(self) -> None:
-        self.end = time.monotonic() + MAX_SECONDS
-        self.made = 0
-        self.now = datetime.now()
-
-    def tick(self) -> None:
-        if time.monotonic() > self.end:
-            raise LimitError(f"ran for more than {MAX_SECONDS:g} s")
-
-    def make(self, characters: int) -> None:
-        """Called before a text (or list) of this length is made."""
-        if characters > MAX_RENDERED_BYTES:
-            raise LimitError(f"would make a text of {characters} characters; expected at most {MAX_RENDERED_BYTES}")
-        self.made += max(characters, 0)
-        if self.made > MAX_MADE_CHARACTERS:
-            raise LimitError(f"made over {MAX_MADE_CHARACTERS} characters in all")
-
-
-# A rendering's budget; outside of one (constants folded by the compiler) a fresh one applies.
-BUDGET: ContextVar[Budget | None] = ContextVar("budget", default=None)
-
-
-def budget() -> Budget:
-    return BUDGET.get() or Budget()
-
-
-def weigh(value: Any) -> int:
-    """About how long str(value) or its JSON is; a list that holds the same list twice counts it twice."""
-    if isinstance(value, str):
-        return len(value)
-    total, stack, current = 0, [value], budget()
-    while stack:
-        item = stack.pop()
-        total += len(item) if isinstance(item, str) else 8
-        if isinstance(item, Mapping):
-            stack += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            stack += item
-        if total > MAX_RENDERED_BYTES or len(stack) > MAX_RENDERED_BYTES:
-            raise LimitError(f"would make a text of over {MAX_RENDERED_BYTES} characters")
-        current.tick()
-    return total
-
-
-def check_format(template: str, values: Iterable[Any]) -> None:
-    """Bound what `template % values` or template.format(*values) makes."""
-    if re.search(r"\d{5}|\*|\{[^}]*\{", template):
-        raise LimitError(f"formats with a width; expected at most {MAX_PADDING}, written as a number")
-    longest = max(map(weigh, values), default=0)
-    fields = template.count("%") + template.count("{")
-    budget().make(len(template) + fields * (longest + MAX_PADDING if re.search(r"\d", template) else longest + 32))
-
-
-def check_method(name: str, text: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bound what the string method makes; returns its arguments (a generator made a list)."""
-    make = budget().make
-    if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-        count = text.count(args[0])
-        if len(args) > 2 and isinstance(args[2], int) and args[2] >= 0:
-            count = min(count, args[2])
-        make(len(text) + count * len(args[1]))
-    elif name == "join" and args:
-        items = list(args[0])
-        make(sum(len(item) for item in items if isinstance(item, str)) + len(text) * len(items))
-        return (items, *args[1:])
-    elif name in ("center", "ljust", "rjust", "zfill") and args and isinstance(args[0], int):
-        make(max(len(text), args[0]))
-    elif name == "expandtabs":
-        make(len(text) * max(1, *(arg for arg in args if isinstance(arg, int))) if args else 8 * len(text))
-    elif name == "translate" and args and isinstance(args[0], Mapping):
-        make(len(text) * max(map(weigh, args[0].values()), default=0))
-    return args
 
 
 # ---- filters and globals ---------------------------------------------------------------------------------------------
@@ -152,13 +97,13 @@ def tojson(
         raise jinja2.UndefinedError("tojson of an undefined value")
     if indent is not None and not 0 <= int(indent) <= 16:
         raise LimitError(f"tojson with indent {indent}; expected at most 16")
-    budget().make(weigh(value))
+    budget().make(budget().weigh(value))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _join(eval_ctx: Any, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
     items = list(value)
-    budget().make(sum(map(weigh, items)) + len(str(d)) * len(items))
+    budget().make(sum(map(budget().weigh, items)) + len(str(d)) * len(items))
     return str(filters.do_join(eval_ctx, items, d, attribute))
 
 
@@ -185,14 +130,8 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def _string(value: Any) -> str:
-    budget().make(weigh(value))
+    budget().make(budget().weigh(value))
     return str(value)
-
-
-def _list(value: Iterable[Any]) -> list[Any]:
-    if isinstance(value, Sized):
-        budget().make(8 * len(value))
-    return list(value)
 
 
 def _sum(environment: Any, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
@@ -218,12 +157,16 @@ def strftime_now(form: str) -> str:
 
 
 class TemplateNamespace(Namespace):
-    """jinja's namespace without private names, which would reach the object itself."""
+    """jinja's namespace without private names, which would reach the object itself, and without its contents printed:
+    namespaces in namespaces are no lists, so they are not weighed."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             raise SecurityError(f"namespace attribute {name!r} is private")
         super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
 
 class GenerationTag(Extension):
@@ -235,6 +178,31 @@ class GenerationTag(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
+
+
+class TokenLimit(Extension):
+    """Ends the reading of a template that is too much for the compiler."""
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        for number, token in enumerate(stream):
+            if number >= MAX_TOKENS:
+                raise jinja2.TemplateSyntaxError(f"more than {MAX_TOKENS} words and signs", token.lineno)
+            yield token
+
+
+def metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is counted. Keeps the marks jinja has put on `function` (wants the context first, and so on)."""
+    position = int(hasattr(function, "jinja_pass_arg"))
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current = budget()
+        current.tick()
+        if name in ITEM_BY_ITEM and len(args) > position and isinstance(args[position], Sized):
+            current.make(ITEM * len(args[position]))
+        return current.taken(function(*args, **kwargs))
+
+    return run
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
@@ -249,13 +217,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+            extensions=[GenerationTag, TokenLimit, "jinja2.ext.loopcontrols"],
             finalize=self._printed,
         )
         setattr(self, "concat", self.joined)  # noqa: B010 - what compiled templates join the texts of blocks with
-        for name in LEFT_OUT_FILTERS:
-            del self.filters[name]
-        self.filters |= {
+        own = {
             "tojson": tojson,
             "join": jinja2.pass_eval_context(_join),
             "replace": jinja2.pass_eval_context(_replace),
@@ -263,9 +229,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "indent": _indent,
             "format": _format,
             "string": _string,
-            "list": _list,
             "sum": jinja2.pass_environment(_sum),
             "round": _round,
+        }
+        self.filters = {
+            name: metered(name, own.get(name, function))
+            for name, function in {**self.filters, **own}.items()
+            if name not in LEFT_OUT_FILTERS
         }
         del self.globals["lipsum"]
         self.globals |= {
@@ -280,55 +250,73 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    @staticmethod
-    def tick() -> str:
-        budget().tick()
-        return ""
+    # ---- what compiled templates call: see _meter -------------------------------------------------------------------
 
-    @staticmethod
-    def joined(parts: Iterable[Any]) -> str:
+    def tick(self) -> bool:
+        budget().tick()
+        return True
+
+    def joined(self, parts: Iterable[Any]) -> str:
         """The texts of a block, a macro or a ~ expression as one."""
-        texts = list(parts)
-        budget().make(sum(map(weigh, texts)))
+        texts, current = list(parts), budget()
+        current.make(sum(map(current.weigh, texts)))
         return "".join(map(str, texts))
 
-    @staticmethod
-    def concatenate(*values: Any) -> str:
+    def concatenate(self, *values: Any) -> str:
         """left ~ right."""
-        return Sandbox.joined(values)
+        return self.joined(values)
+
+    def built(self, value: Any) -> Any:
+        """A list, tuple or dict written in the template."""
+        budget().weigh(value)
+        return value
+
+    def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        """value[start:stop:step]."""
+        return budget().taken(value[start:stop:step])
+
+    # ---- what jinja calls -------------------------------------------------------------------------------------------
 
     @staticmethod
     def _printed(value: Any) -> Any:
-        if isinstance(value, (Mapping, list, tuple)):
-            budget().make(weigh(value))
+        if isinstance(value, CONTAINERS):
+            budget().make(budget().weigh(value))
         return value
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return attr not in LEFT_OUT_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        budget().tick()
+        owner = getattr(obj, "__self__", None)
+        if owner is self:  # the functions above
+            return obj(*args)
+        current = budget()
+        current.tick()
+        given = [*args, *(value for name, value in kwargs.items() if name not in PASSED_BY_JINJA)]
+        # a macro makes a tuple and a dict of them
+        current.check(sum(current.weigh(value) for value in given if isinstance(value, CONTAINERS)))
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
             if method.__name__ in ("format", "format_map"):
-                given = args[0].values() if method.__name__ == "format_map" else [*args, *kwargs.values()]
-                check_format(text, given)
+                check_format(text, args[0].values() if method.__name__ == "format_map" else given)
             else:
                 args = check_method(method.__name__, text, args)
-        return super().call(context, obj, *args, **kwargs)
+        return current.taken(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        current = budget()
         integers = isinstance(left, int) and isinstance(right, int)
-        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            budget().make(len(left) + len(right))
-        elif operator == "%" and isinstance(left, str):
+        if operator == "+":
+            current.chain(left, right)
+            return current.chained(left, right, super().call_binop(context, operator, left, right))
+        if operator == "%" and isinstance(left, str):
             values = right.values() if isinstance(right, Mapping) else right if isinstance(right, tuple) else [right]
             check_format(left, values)
         elif operator == "*":
             for sequence, count in ((left, right), (right, left)):
-                if hasattr(sequence, "__len__") and isinstance(count, int):
-                    budget().make(len(sequence) * count)
+                if isinstance(count, int):
+                    current.repeat(sequence, count)
             if integers and left.bit_length() + right.bit_length() > MAX_INTEGER_BITS:
                 raise LimitError(f"makes an integer of over {MAX_INTEGER_BITS} bits")
         elif operator == "**" and integers and left.bit_length() * right > MAX_INTEGER_BITS:
@@ -336,27 +324,48 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+# ---- the syntax tree -------------------------------------------------------------------------------------------------
+
+
 def _meter(tree: nodes.Node) -> None:
-    """Put a tick into every loop and send every ~ through `concatenate`."""
-
-    def call(name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
-        function = nodes.EnvironmentAttribute(name, lineno=line)
-        return nodes.Call(function, args, [], None, None, lineno=line)
-
+    """Put a tick into every round of a loop, and send ~, slices and written-out lists and dicts through Sandbox."""
+    _rewrite(tree)
     for loop in tree.find_all(nodes.For):
-        loop.body.insert(0, nodes.ExprStmt(call("tick", [], loop.lineno), lineno=loop.lineno))
-    _replace_nodes(tree, lambda node: call("concatenate", node.nodes, node.lineno))
+        line = loop.lineno
+        loop.body.insert(0, nodes.ExprStmt(_call("tick", [], line), lineno=line))
+        if loop.test is not None:  # looked at in rounds that the body does not see
+            loop.test = nodes.And(_call("tick", [], line), loop.test, lineno=line)
 
 
-def _replace_nodes(node: nodes.Node, change: Callable[[nodes.Concat], nodes.Node]) -> None:
-    """Replace every Concat below `node`."""
+def _call(name: str, args: list[nodes.Expr], line: int) -> nodes.Call:
+    """A call of a method of Sandbox."""
+    function = nodes.EnvironmentAttribute(name, lineno=line)
+    return nodes.Call(function, args, [], None, None, lineno=line)
+
+
+def _rewrite(node: nodes.Node) -> None:
+    """Change what is below `node`, innermost first."""
     for field in node.fields:
         value = getattr(node, field)
-        if isinstance(value, nodes.Concat):
-            value = change(value)
-            setattr(node, field, value)
+        if isinstance(value, nodes.Node):
+            _rewrite(value)
+            setattr(node, field, _changed(value))
         elif isinstance(value, list):
-            value = [change(item) if isinstance(item, nodes.Concat) else item for item in value]
-            setattr(node, field, value)
-    for child in node.iter_child_nodes():
-        _replace_nodes(child, change)
+            for item in value:
+                if isinstance(item, nodes.Node):
+                    _rewrite(item)
+            setattr(node, field, [_changed(item) if isinstance(item, nodes.Node) else item for item in value])
+
+
+def _changed(node: nodes.Node) -> nodes.Node:
+    if isinstance(node, nodes.Concat):
+        return _call("concatenate", node.nodes, node.lineno)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        parts = (node.arg.start, node.arg.stop, node.arg.step)
+        none = nodes.Const(None, lineno=node.lineno)
+        return _call("cut", [node.node, *(none if part is None else part for part in parts)], node.lineno)
+    if isinstance(node, (nodes.List, nodes.Dict)) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        if all(isinstance(child, nodes.Const) for child in node.iter_child_nodes()):
+            return node  # as long as it is written
+        return _call("built", [node], node.lineno)
+    return node
