@@ -26,9 +26,10 @@ class Tokenizer:
     vocab_size: of the model; the tokenizer may have fewer ids. special_tokens: text -> id of the tokens that are
     control tokens and not text. token_names: bos_token, eos_token, unk_token, pad_token -> text, for chat templates.
 
-    The BOS rule for raw text is that of transformers' AutoTokenizer: the post-processor of tokenizer.json decides; a
-    file without one adds BOS only if tokenizer_config.json has "add_bos_token": true. Decoding never "cleans up" spaces
-    around punctuation, as in transformers for BPE.
+    The BOS rule for raw text: the post-processor of tokenizer.json decides, as in transformers' AutoTokenizer. A file
+    without one adds BOS only if tokenizer_config.json has "add_bos_token": true (a key that transformers 5 does not look
+    at beside a tokenizer.json: there such a folder has no BOS). Decoding never "cleans up" spaces around punctuation, as
+    in transformers for BPE.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tiny_tokenizers as tiny
-from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from pyengine.detokenize import BYTE_OF, read_decoder
@@ -227,6 +227,14 @@ def test_the_post_processor_decides_about_bos(tmp_path: Path) -> None:
     assert tokenizer.encode("") == [256]
     assert tokenizer.encode("a<|im_end|>", parse_special=False) == [256, *ids_of("a<|im_end|>")]
     assert tokenizer.encode("a", add_special_tokens=False) == ids_of("a")
+
+
+@pytest.mark.parametrize("add", [True, False, None])
+def test_a_post_processor_without_bos_wins_over_add_bos_token(tmp_path: Path, add: bool | None) -> None:
+    """As AutoTokenizer of transformers 5.24, for the classes of Llama, Qwen2 and PreTrainedTokenizerFast alike."""
+    processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer = load(tmp_path, tiny.byte_level(post=processor), bos_token=tiny.SPECIAL[0], add_bos_token=add)
+    assert tokenizer.encode("a") == ids_of("a")
 
 
 @pytest.mark.parametrize(("add", "expected"), [(True, [256]), (False, []), (None, [])])
