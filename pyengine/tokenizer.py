@@ -27,9 +27,9 @@ class Tokenizer:
     control tokens and not text. token_names: bos_token, eos_token, unk_token, pad_token -> text, for chat templates.
 
     The BOS rule for raw text: the post-processor of tokenizer.json decides, as in transformers' AutoTokenizer. A file
-    without one adds BOS only if tokenizer_config.json has "add_bos_token": true (a key that transformers 5 does not look
-    at beside a tokenizer.json: there such a folder has no BOS). Decoding never "cleans up" spaces around punctuation, as
-    in transformers for BPE.
+    without one adds BOS only if tokenizer_config.json has "add_bos_token": true (transformers 5 does not look at that
+    key beside a tokenizer.json: there such a folder has no BOS). Decoding never "cleans up" spaces around punctuation,
+    as in transformers for BPE.
     """
 
     def __init__(
