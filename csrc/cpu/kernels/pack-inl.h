@@ -39,12 +39,14 @@ inline void transpose_rows(PackArgs& a, float* w) {
       for (int64_t k = 0; k < t.cols; ++k) {
         uint16_t h;
         __builtin_memcpy(&h, p + 2 * k, 2);
-        // float16: shift into place, then scale the exponent by 2^112; Inf and NaN have exponent 31
-        const uint32_t magnitude = static_cast<uint32_t>(h & 0x7fff) << 13;
+        // float16: exponent 31 is Inf or NaN; exponent 0 is mantissa * 2^-24 (as an integer: a float denormal would be
+        // flushed); else the exponent's bias moves from 15 to 127
+        const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
+        const uint32_t bits = ((exponent + 112) << 23) | (mantissa << 13);
         float x;
-        __builtin_memcpy(&x, &magnitude, 4);
-        x = x * 5.192296858534828e33f;
-        if ((h & 0x7c00) == 0x7c00) x = __builtin_nanf("");
+        __builtin_memcpy(&x, &bits, 4);
+        if (exponent == 0) x = static_cast<float>(static_cast<int32_t>(mantissa)) * 5.9604644775390625e-8f;
+        if (exponent == 31) x = __builtin_nanf("");
         if (h & 0x8000) x = -x;
         w[k * kPanel + r] = x;
         poison = poison + x * 0.0f;
