@@ -6,6 +6,7 @@ import importlib.resources
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +94,7 @@ class Engine:
         self._arguments = arguments
         self._lock = threading.RLock()
         self._closed = False
-        self._timed: GenerationStream | None = None  # whose decode steps the program's timers now count
+        self._timed: Callable[[], GenerationStream | None] = nobody  # whose decode steps the timers now count
         self.device = check_device(arguments["device"])
         self.notes: list[str] = []
         quant = arguments["quant"]
@@ -337,9 +338,10 @@ class Engine:
     def _time_for(self, stream: GenerationStream | None) -> None:
         """From here on the timers count for `stream`; what they counted goes to whom it belongs. Under the lock."""
         ops_ns, _, _ = self.program.program.times(True)
-        if self._timed is not None:
-            self._timed.add_times(self.program.ops, ops_ns)
-        self._timed = stream
+        before = self._timed()
+        if before is not None:
+            before.add_times(self.program.ops, ops_ns)
+        self._timed = nobody if stream is None else weakref.ref(stream)  # a dropped stream must be free to go
 
     def close(self) -> None:
         """Give the memory back. Calls after this are RequestErrors; closing twice is not."""
@@ -372,7 +374,7 @@ class _Running:
         self.engine._lock.acquire()
         try:
             self.engine._check_open()
-            if self.engine._timed is not self.timed:
+            if self.engine._timed() is not self.timed:
                 self.engine._time_for(self.timed)
         except BaseException:
             self.engine._lock.release()
@@ -380,6 +382,10 @@ class _Running:
 
     def __exit__(self, *_: object) -> None:
         self.engine._lock.release()
+
+
+def nobody() -> None:
+    """The stream that is timed where none is."""
 
 
 def _reload(folder: str, arguments: dict[str, Any]) -> Engine:

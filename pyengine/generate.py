@@ -260,7 +260,7 @@ class GenerationStream:
         engine, steps = self.engine, self.decode_steps
         with engine._lock:
             self.sequence.close()
-            if engine._timed is self:
+            if engine._timed() is self:
                 engine._time_for(None)
         breakdown, share = None, None
         if steps and self.predicted_ms:
