@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from golden.golden_cases import CONFIGS, build
 
 import pyengine
 from pyengine import _core
+from pyengine.kv_cache import Sequence
 
 ISAS = [entry["name"] for entry in _core.isas() if entry["available"]]
 FORMATS: dict[str, dict[str, Any]] = {
@@ -22,8 +24,20 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4_minimum_128": {"quant": "int4", "group_size": 128},
     "int4_symmetric_64": {"quant": "int4", "group_size": 64, "int4_scheme": "symmetric"},
 }
+MORE_FORMATS: dict[str, dict[str, Any]] = {  # run on one family each
+    "int4_minimum_64": {"quant": "int4", "group_size": 64},
+    "int4_symmetric_32": {"quant": "int4", "group_size": 32, "int4_scheme": "symmetric"},
+    "int4_symmetric_128": {"quant": "int4", "group_size": 128, "int4_scheme": "symmetric"},
+    "f32_bf16_cache": {"quant": "f32", "kv_dtype": "bf16"},
+    "int8_f32_cache": {"quant": "int8", "kv_dtype": "f32"},
+}
 LENGTH = 70  # over two KV blocks; the long case below crosses a partition of 256 keys
 CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7")
+WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "wide_window": {**CONFIGS["qwen2_window"], "hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 1},
+    "wide_biases": {**CONFIGS["llama_biases"], "hidden_size": 192, "head_dim": 48, "intermediate_size": 300},
+}
 
 
 def ids_of(length: int, seed: int = 3) -> list[int]:
@@ -34,7 +48,8 @@ def ids_of(length: int, seed: int = 3) -> list[int]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("invariance")
     longer = {"max_position_embeddings": 1024}
-    return {name: build(base / name, {**CONFIGS[name], **longer}, seed=11) for name in CASES}
+    configs = {**{name: CONFIGS[name] for name in CASES}, **MORE_CASES}
+    return {name: build(base / name, {**config, **longer}, seed=11) for name, config in configs.items()}
 
 
 @pytest.fixture
@@ -42,7 +57,8 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
     opened: list[pyengine.Engine] = []
 
     def one(case: str, isa: str, fmt: str, threads: int = 1) -> pyengine.Engine:
-        engine = pyengine.load(folders[case], isa=isa, threads=threads, calibration=False, **FORMATS[fmt])
+        options = {**FORMATS, **MORE_FORMATS}[fmt]
+        engine = pyengine.load(folders[case], isa=isa, threads=threads, calibration=False, **options)
         opened.append(engine)
         return engine
 
@@ -52,8 +68,9 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "fmt"), [*itertools.product(CASES, FORMATS), *zip(itertools.cycle(WIDE), MORE_FORMATS, strict=False)]
+)
 def test_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str, isa: str) -> None:
     engine = load(case, isa, fmt)
     ids = ids_of(LENGTH)
@@ -91,6 +108,62 @@ def test_contexts_over_several_partitions(load: Any, case: str, isa: str) -> Non
     expected = one.logits(ids, rows)
     for engine, chunk in ((one, 1), (three, 1), (three, 7), (three, 64)):
         np.testing.assert_array_equal(engine.logits(ids, rows, chunk=chunk), expected, err_msg=f"chunk {chunk}")
+
+
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "int4_minimum_32"])
+@pytest.mark.parametrize("case", ["qwen3", "wide_window"])
+def test_a_long_batch_of_decode_steps_changes_no_bit(load: Any, case: str, fmt: str) -> None:
+    """Eight sequences, some past one or two partitions: their decode steps run together, then ragged with prefills."""
+    engine = load(case, ISAS[-1], fmt, 3)
+    lengths = (1, 31, 32, 255, 256, 257, 300, 520)
+    prompts = [ids_of(length + 4, seed=length) for length in lengths]
+    sequences = [Sequence(engine.pool) for _ in prompts]
+    for sequence, prompt, length in zip(sequences, prompts, lengths, strict=True):
+        for at in range(0, length, 200):
+            engine.forward([(sequence, prompt[at : min(at + 200, length)])])
+
+    def together(news: list[int]) -> np.ndarray:
+        entries = [(s, p[s.length : s.length + n]) for s, p, n in zip(sequences, prompts, news, strict=True)]
+        out = np.empty((len(news), 97), np.float32)
+        engine.forward(entries, rows=np.cumsum(news).astype(np.int32) - np.int32(1), logits=out)
+        return out
+
+    for news in ([1] * 8, [1, 3, 1, 2, 1, 1, 3, 2]):
+        out = together(news)
+        for prompt, sequence, row in zip(prompts, sequences, out, strict=True):
+            alone = engine.logits(prompt[: sequence.length], [sequence.length - 1])[0]
+            np.testing.assert_array_equal(row, alone, err_msg=f"{sequence.length} tokens")
+    for sequence in sequences:
+        sequence.close()
+
+
+@pytest.mark.parametrize("case", ["mistral_window", "wide_window"])
+def test_every_length_around_a_window_changes_no_bit(load: Any, case: str) -> None:
+    """Windows of 8: a prompt of any length gives its last token what one long prompt gives that token."""
+    engine = load(case, ISAS[-1], "f32", 2)
+    ids = ids_of(41)
+    expected = engine.logits(ids)
+    for length in range(1, 42):
+        np.testing.assert_array_equal(engine.logits(ids[:length], [length - 1])[0], expected[length - 1])
+    for chunk in range(1, 20):
+        np.testing.assert_array_equal(engine.logits(ids, chunk=chunk), expected, err_msg=f"chunk {chunk}")
+
+
+def test_fusion_happens_where_it_can(load: Any) -> None:
+    """Else fused and unfused would be the same program, and their equality would say nothing."""
+    kinds = {int(kind): name for name, kind in _core.OpKind.__members__.items()}
+    fused = {kinds[op["kind"]] for op in load("llama", ISAS[-1], "int8").program.ops}
+    assert fused == {
+        *("EMBED", "NORM_QUANTIZE", "QKV_ROPE_APPEND", "ATTENTION_QUANTIZE", "LINEAR_RESIDUAL"),
+        *("GATED_FFN_RESIDUAL", "LM_HEAD", "SAMPLE"),
+    }
+    plain = {kinds[op["kind"]] for op in load("qwen3", ISAS[-1], "int8").build(fused=False).ops}
+    assert plain == {
+        *("EMBED", "NORM", "QUANTIZE", "LINEAR", "QK_NORM", "ROPE", "KV_APPEND", "ATTENTION", "ADD", "ACT_MUL"),
+        *("LM_HEAD", "SAMPLE"),
+    }
+    apart = {kinds[op["kind"]] for op in load("llama_head_dim", ISAS[-1], "int8").program.ops}
+    assert "QKV_ROPE_APPEND" not in apart  # heads of 24 share panels
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
