@@ -154,8 +154,10 @@ class BuiltProgram:
 
 
 def check_hooks(spec: ModelSpec, hooks: Hooks) -> None:
-    """RequestError for a layer, tap or neuron that is not there."""
+    """RequestError for a layer, tap or neuron that is not there, or a tap named twice."""
     layers = range(spec.num_layers)
+    if len(set(hooks.taps)) < len(hooks.taps):
+        raise RequestError(f"taps {hooks.taps!r}; expected each once")
     for layer, name in hooks.taps:
         if layer not in layers or name not in TAPS:
             raise RequestError(
@@ -168,7 +170,7 @@ def check_hooks(spec: ModelSpec, hooks: Hooks) -> None:
             raise RequestError(f"layer {layer}; expected 0 to {len(layers) - 1}")
     for layer, neurons in hooks.neuron_mask.items():
         size = spec.layers[layer].ffn.intermediate_size
-        bad = [n for n in neurons if not 0 <= n < size]
+        bad = [n for n in neurons if not isinstance(n, (int, np.integer)) or not 0 <= n < size]
         if bad:
             raise RequestError(f"neuron {bad[0]} of layer {layer}; expected 0 to {size - 1}")
 

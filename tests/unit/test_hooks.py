@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import tiny_tensors, write_tiny_model
-from compare import assert_close
+from compare import assert_close, assert_same_bits
 from golden.golden_cases import CONFIGS
 
 import pyengine
@@ -87,6 +87,41 @@ def test_masked_neurons_of_a_quantized_model_are_the_references(quantized: pyeng
     np.testing.assert_array_equal(masked, skipped)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_taps_do_not_depend_on_chunks_or_fusion(quantized: pyengine.Engine, fused: bool) -> None:
+    keys = ((0, "attention"), (1, "act"), (1, "hidden"))
+    shown: list[dict[tuple[int, str], np.ndarray]] = []
+    for chunk in (None, 1, 7):
+        program = quantized.build(hooks=Hooks(taps=keys), fused=fused)
+        shown.append({})
+        quantized.logits(IDS, program=program, taps=shown[-1], chunk=chunk)
+    for key in keys:
+        assert_same_bits(shown[1][key], shown[0][key], f"{key} token by token")
+        assert_same_bits(shown[2][key], shown[0][key], f"{key} in chunks of 7")
+
+
+def test_a_tap_shows_what_a_mask_left(quantized: pyengine.Engine) -> None:
+    plain: dict[tuple[int, str], np.ndarray] = {}
+    masked: dict[tuple[int, str], np.ndarray] = {}
+    quantized.logits(IDS, program=quantized.build(hooks=Hooks(taps=((1, "act"),))), taps=plain)
+    hooks = Hooks(taps=((1, "act"),), neuron_mask={1: NEURONS})
+    quantized.logits(IDS, program=quantized.build(hooks=hooks), taps=masked)
+    expected = plain[1, "act"].copy()
+    assert (expected[:, NEURONS] != 0).all()
+    expected[:, NEURONS] = 0
+    assert_same_bits(masked[1, "act"], expected, "act under the mask")
+
+
+def test_masks_of_several_layers_are_the_references(engine: pyengine.Engine, folder: Path) -> None:
+    mask = {0: [1, 2, 171], 1: NEURONS}
+    logits = engine.logits(IDS, program=engine.build(hooks=Hooks(neuron_mask=mask)))
+    drop = {layer: np.array(neurons) for layer, neurons in mask.items()}
+    expected = load_reference(folder).forward(IDS, neuron_mask=drop)
+    assert_close(logits, expected, 1e-4, "masked in both layers")
+    both = engine.logits(IDS, program=engine.build(hooks=Hooks(ffn_skip=frozenset({0, 1}))))
+    assert_close(both, load_reference(folder).forward(IDS, ffn_skip={0, 1}), 1e-4, "no FFN at all")
+
+
 @pytest.mark.parametrize(
     "hooks",
     [
@@ -96,6 +131,8 @@ def test_masked_neurons_of_a_quantized_model_are_the_references(quantized: pyeng
         Hooks(ffn_skip=frozenset({-1})),
         Hooks(neuron_mask={5: [0]}),
         Hooks(neuron_mask={0: [172]}),
+        Hooks(neuron_mask={0: [1.5]}),  # type: ignore[list-item]
+        Hooks(taps=((0, "act"), (1, "act"), (0, "act"))),
     ],
 )
 def test_hooks_that_name_nothing_are_refused(engine: pyengine.Engine, hooks: Hooks) -> None:
