@@ -83,7 +83,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def test_peak_of_a_load(checkpoint: tuple[Path, int], quant: str) -> None:
     folder, largest = checkpoint
     command = [sys.executable, "-c", PROBE, str(folder), quant]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    # not from the checkout: its pyengine folder has no built core
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
