@@ -91,7 +91,6 @@ class ModelWeights:
     layer_matrix_weights: int = 0
     head_bytes: int = 0
     packed_bytes: int = 0  # everything
-    norms: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property

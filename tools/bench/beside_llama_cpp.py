@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """pyengine beside llama.cpp on the same model: prefill and decode rates, in turn, in one process.
 
-    python tools/bench/llama_cpp.py FOLDER GGUF [--quant int4] [--threads 2] [--prompt 512] [--decode 64] [--rounds 11]
+    python tools/bench/beside_llama_cpp.py FOLDER GGUF [--quant int4] [--threads 2] [--rounds 11]
 
 FOLDER and GGUF should hold the same model. Needs llama-cpp-python (in a scratch environment). Prints the medians of the
 rounds and the median of the per-round ratios.
