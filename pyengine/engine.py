@@ -308,9 +308,10 @@ class Engine:
         self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **sampling: Any
     ) -> list[GenerationResult]:
         """One result per prompt; with a seed, request i uses seed + i. All are checked before the first computes."""
-        streams = [
-            self.stream(prompt, seed=None if seed is None else seed + i, **sampling) for i, prompt in enumerate(prompts)
-        ]
+        if isinstance(prompts, str):
+            raise RequestError("prompts are one text; expected a list of prompts")
+        seeds = [seed + i if seed is not None and is_integer(seed) else seed for i in range(len(prompts))]
+        streams = [self.stream(prompt, seed=one, **sampling) for prompt, one in zip(prompts, seeds, strict=True)]
         return [stream.finish() for stream in streams]
 
     def tokenize(self, text: str) -> list[int]:
@@ -420,7 +421,7 @@ def row_indices(rows: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def load(
-    model: str | os.PathLike[str],
+    model: str | bytes | os.PathLike[str],
     *,
     quant: str = "int8",
     group_size: int | None = None,
@@ -467,4 +468,7 @@ def load(
         "calibration": calibration,
         "strict": strict,
     }
-    return Engine(hub.resolve(os.fspath(model), offline=offline), arguments, progress)
+    for name in ("calibration", "strict"):
+        if not isinstance(arguments[name], bool):
+            raise RequestError(f"{name} {arguments[name]!r}; expected True or False")
+    return Engine(hub.resolve(os.fsdecode(model), offline=offline), arguments, progress)

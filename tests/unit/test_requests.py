@@ -124,9 +124,12 @@ def test_a_stream_outlives_its_engine(tight: pyengine.Engine, taken: int) -> Non
 
 
 def test_a_batch_is_checked_before_it_computes(tight: pyengine.Engine) -> None:
-    for prompts in ([PROMPT, []], [PROMPT, [258]], [PROMPT, ""]):
+    for prompts in ([PROMPT, []], [PROMPT, [258]], [PROMPT, ""], "text", [PROMPT, b"text"]):
         with pytest.raises(errors.RequestError):
             tight.generate_batch(prompts, max_tokens=1)
+    for seed in ("1", 1.5, True, -1, 2**64 - 1):  # the second request's would be 2^64
+        with pytest.raises(errors.RequestError, match="seed"):
+            tight.generate_batch([PROMPT, PROMPT], max_tokens=1, seed=seed)
     assert tight.program.program.times()[1] == 0
     results = tight.generate_batch([PROMPT, "text", [9]], max_tokens=3, ignore_eos=True)
     assert [one.usage["prompt_tokens"] for one in results] == [4, 4, 1]
@@ -248,6 +251,8 @@ def test_a_prompt_longer_than_a_step(engine: pyengine.Engine) -> None:
         {"quant": "int8", "int4_scheme": "minimum"},
         {"quant": "f32", "int4_scheme": "symmetric"},
         {"quant": "f32", "group_size": 32},
+        {"strict": "no"},
+        {"calibration": 0},
     ],
     ids=str,
 )
@@ -310,6 +315,15 @@ def test_memory_is_checked_first(folder: Path, tight: pyengine.Engine, monkeypat
     with pytest.raises(errors.ResourceError, match=r"a KV cache of 904 tokens takes \d+ bytes, 200000 are available"):
         tight.generate(PROMPT, max_tokens=900, ignore_eos=True)
     assert tight.pool.size == [4]
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", CONFIG).rename(tmp_path / os.fsdecode(b"bad\xff name"))
+    for path in (folder, os.fspath(folder), os.fsencode(folder)):
+        with pyengine.load(path, quant="f32") as one:
+            record = one.generate(PROMPT, max_tokens=2, ignore_eos=True).to_json()
+            assert record["model"] == os.fspath(folder)
+            json.dumps(record).encode("ascii")
 
 
 def test_progress_counts_to_its_total(folder: Path) -> None:
