@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 24_000,
+    "vocab_size": 8_000,
     "hidden_size": 768,
     "intermediate_size": 2048,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
@@ -43,7 +43,7 @@ print(json.dumps({"peak": status("VmHWM") - before, "packed": engine.weights.pac
 
 
 def write_sharded(folder: Path) -> int:
-    """A float16 checkpoint of 65 million weights in three shards; the bytes of its largest tensor."""
+    """A float16 checkpoint of 88 million weights in three shards; the bytes of its largest tensor."""
     rng = np.random.default_rng(0)
     noise = rng.standard_normal(1 << 20).astype(np.float16) / np.float16(32)
     hidden, inter, vocab = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["vocab_size"]
@@ -89,5 +89,5 @@ def test_peak_of_a_load(checkpoint: tuple[Path, int], quant: str) -> None:
     seen = json.loads(done.stdout)
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     bound = 1.1 * seen["packed"] + largest + HEADROOM
-    assert seen["packed"] + stored > bound  # a load that holds the whole checkpoint would be found
+    assert seen["packed"] + 0.85 * stored > bound  # a load that holds on to its layers' tensors would be found
     assert 0.9 * seen["packed"] <= seen["peak"] <= bound
