@@ -12,16 +12,6 @@ namespace pe {
 
 namespace {
 
-constexpr int kSpins = 2000;  // 25 to 90 us, as pause takes 40 to 140 cycles
-
-void relax() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
-#endif
-}
-
 // Denormals become zero while alive (a GEMV on denormal scales ran 5 times slower without); the old mode comes back.
 class FlushDenormals {
  public:
@@ -52,13 +42,15 @@ void Gate::open() {
   value_.notify_all();
 }
 
-void Gate::wait(uint32_t seen) const {
-  for (int i = 0; i < kSpins; ++i) {
-    if (value() != seen) return;
-    relax();
-  }
-  value_.wait(seen, std::memory_order_acquire);
+void Gate::relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
 }
+
+void Gate::sleep(uint32_t seen) const { value_.wait(seen, std::memory_order_acquire); }
 
 Team::Team(int threads) {
   try {

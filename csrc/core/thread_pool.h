@@ -16,10 +16,26 @@ namespace pe {
 class Gate {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
-  void open();                     // adds one and wakes the waiters
-  void wait(uint32_t seen) const;  // until the value differs from `seen`
+  void open();  // adds one and wakes the waiters
+  // Until the value differs from `seen`. `idle` runs again and again while the wait is a loop.
+  template <class Idle>
+  void wait(uint32_t seen, Idle&& idle) const {
+    for (int i = 0; i < kSpins; ++i) {
+      if (value() != seen) return;
+      idle();
+      relax();
+    }
+    sleep(seen);
+  }
+  void wait(uint32_t seen) const {
+    wait(seen, [] {});
+  }
 
  private:
+  static constexpr int kSpins = 2000;  // 25 to 90 us, as pause takes 40 to 140 cycles
+  static void relax();
+  void sleep(uint32_t seen) const;
+
   alignas(64) std::atomic<uint32_t> value_{0};
 };
 
@@ -32,9 +48,10 @@ class Team {
   // Calls body(thread) on every thread, denormals flushed to zero, and returns when all have ended.
   void run(const std::function<void(int)>& body);
 
-  // Inside run: all threads meet. `last` runs on the last to arrive, before the others go on.
-  template <class Last>
-  void barrier(Last&& last) {
+  // Inside run: all threads meet. `last` runs on the last to arrive, before the others go on; `idle` on those that
+  // wait.
+  template <class Last, class Idle>
+  void barrier(Last&& last, Idle&& idle) {
     if (size() == 1) {
       last();
       return;
@@ -45,11 +62,11 @@ class Team {
       last();
       barrier_.open();
     } else {
-      barrier_.wait(seen);
+      barrier_.wait(seen, idle);
     }
   }
   void barrier() {
-    barrier([] {});
+    barrier([] {}, [] {});
   }
 
  private:

@@ -160,13 +160,13 @@ void Program::attention(const Op& op, int thread) {
       attend_partition(op, tile, i % kv_heads, static_cast<int32_t>(index), base + rows * width,
                        base + rows * (width + 1), base, thread);
     });
-    inner_barrier();
+    inner_barrier(thread);
     tasks(tiles * kv_heads, [&](int64_t i) {
       merge_partials(op, tiling.tiles[static_cast<size_t>(i / kv_heads)], i % kv_heads, thread);
     });
   }
   if (op.d.kind == PE_OP_ATTENTION) return;
-  inner_barrier();
+  inner_barrier(thread);
   const int64_t groups = (op.output->width + kActGroup - 1) / kActGroup;
   const int64_t chunk = batch_->tokens > kSplitTokens ? groups : std::max<int64_t>(1, groups / backend_.team.size());
   for (int64_t i; (i = counter_.fetch_add(chunk, std::memory_order_relaxed)) < batch_->tokens * groups;) {

@@ -8,6 +8,15 @@
 
 namespace pe {
 
+namespace {
+constexpr int64_t kFetchBytes = 64 << 10;  // of the next weights, while waiting at a barrier
+
+// The first range of a thread: it leaves half of `count` to be taken by whoever comes.
+int64_t first_share(int64_t count, int64_t grain, int threads) {
+  return std::max(grain, count / (2 * threads) / grain * grain);
+}
+}  // namespace
+
 void Program::run(const pe_batch& batch) {
   const uint64_t start = now_ns();
   batch_ = &batch;
@@ -32,14 +41,18 @@ void Program::execute(int thread) {
   const bool stamp = timed_ && thread == 0;
   uint64_t before = stamp ? now_ns() : 0;
   for (size_t i = 0; i < ops_.size(); ++i) {
-    dispatch(ops_[i], thread);
-    // The last to arrive decides for all, so that no thread leaves alone.
-    backend_.team.barrier([this] {
-      counter_.store(0, std::memory_order_relaxed);
-      if (batch_->cancel && *batch_->cancel) fail_later(PE_CANCELLED, "cancelled");
-      stop_ = status_.load(std::memory_order_relaxed) != PE_OK;
-      ++barriers_;
-    });
+    const Op& op = ops_[i];
+    if (op.own_output >= 0 && few_tokens()) {
+      const Buffer& own = own_[static_cast<size_t>(op.own_output)][static_cast<size_t>(thread)];
+      for (int64_t t = 0; t < batch_->tokens; ++t) norm_to(op, t, own, t, thread);
+    } else {
+      dispatch(op, thread);
+      // The last to arrive decides for all, so that no thread leaves alone.
+      wait_for_all(thread, op.next_weight, [this] {
+        if (batch_->cancel && *batch_->cancel) fail_later(PE_CANCELLED, "cancelled");
+        stop_ = status_.load(std::memory_order_relaxed) != PE_OK;
+      });
+    }
     if (stamp) {
       const uint64_t after = now_ns();
       op_ns_[i] += after - before;
@@ -49,11 +62,31 @@ void Program::execute(int thread) {
   }
 }
 
-void Program::inner_barrier() {
-  backend_.team.barrier([this] {
-    counter_.store(0, std::memory_order_relaxed);
-    ++barriers_;
-  });
+// A barrier. In decode a waiting thread fetches what it will read next: waiting costs no bandwidth then.
+template <class Last>
+void Program::wait_for_all(int thread, const Packed* next, Last&& last) {
+  const uint8_t* at = nullptr;
+  const uint8_t* end = nullptr;
+  if (next && batch_->tokens <= kGemvTokens) {
+    const int64_t own = first_share(next->panels, 1, backend_.team.size()) * thread;  // about: shares differ by op
+    at = next->data + static_cast<size_t>(std::min(own, next->panels - 1)) * next->panel_bytes;
+    end =
+        std::min<const uint8_t*>(at + kFetchBytes, next->data + static_cast<size_t>(next->panels) * next->panel_bytes);
+  }
+  const auto fetch = [&] {
+    for (int line = 0; line < 4 && at < end; ++line, at += 64) __builtin_prefetch(at, 0, 2);
+  };
+  backend_.team.barrier(
+      [&] {
+        counter_.store(0, std::memory_order_relaxed);
+        ++barriers_;
+        last();
+      },
+      fetch);
+}
+
+void Program::inner_barrier(int thread, const Packed* next) {
+  wait_for_all(thread, next, [] {});
 }
 
 // Keeps the first failure; the run ends at the next op border.
@@ -66,19 +99,30 @@ void Program::fail_later(pe_status status, const char* format, ...) {
   va_end(args);
 }
 
-// Threads take chunks of [0, count) until none is left or the batch is cancelled. Results never depend on who took
-// what.
+// Threads take ranges of [0, count) until none is left or the batch is cancelled: the first is the thread's own, the
+// rest go to whoever comes. `halving`: ranges shrink from a part of what is left to `grain`, long streams first and
+// then small ones, so that all end together. Results never depend on who took what.
 template <class F>
-void Program::share(int64_t count, int64_t chunk, F&& body) {
+void Program::share(int64_t count, int64_t grain, int thread, F&& body, bool halving) {
   const volatile int32_t* cancel = batch_->cancel;
-  for (int64_t begin; (begin = counter_.fetch_add(chunk, std::memory_order_relaxed)) < count;) {
+  const int threads = backend_.team.size();
+  const int64_t first = halving ? first_share(count, grain, threads) : grain, shared = first * threads;
+  int64_t begin = first * thread, end = std::min(begin + first, count);
+  while (begin < count) {
     if (cancel && *cancel) return;
-    body(begin, std::min(begin + chunk, count));
+    body(begin, end);
+    int64_t taken = counter_.load(std::memory_order_relaxed), take;
+    do {
+      begin = shared + taken;
+      if (begin >= count) return;
+      take = halving ? first_share(count - begin, grain, threads) : grain;
+    } while (!counter_.compare_exchange_weak(taken, taken + take, std::memory_order_relaxed));
+    end = std::min(begin + take, count);
   }
 }
 
 void Program::each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread) {
-  share(batch_->tokens, chunk, [&](int64_t begin, int64_t end) {
+  share(batch_->tokens, chunk, thread, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) (this->*body)(op, t, thread);
   });
 }
@@ -87,8 +131,8 @@ void Program::dispatch(const Op& op, int thread) {
   switch (op.d.kind) {
     case PE_OP_EMBED: return each_token(4, &Program::embed, op, thread);
     case PE_OP_LOAD_HIDDEN: return each_token(4, &Program::load_hidden, op, thread);
-    case PE_OP_NORM: return each_token(4, &Program::norm, op, thread);
-    case PE_OP_NORM_QUANTIZE: return each_token(4, &Program::norm_quantize, op, thread);
+    case PE_OP_NORM:
+    case PE_OP_NORM_QUANTIZE: return each_token(4, &Program::norm, op, thread);
     case PE_OP_QUANTIZE: return each_token(4, &Program::quantize, op, thread);
     case PE_OP_ADD: return each_token(4, &Program::add, op, thread);
     case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
@@ -97,7 +141,7 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_QK_NORM: return each_token(1, &Program::qk_norm, op, thread);
     case PE_OP_ROPE: return each_token(1, &Program::rope, op, thread);
     case PE_OP_KV_APPEND: return each_token(1, &Program::kv_append, op, thread);
-    case PE_OP_LINEAR: return linear(op, *op.weight, *op.input, op.bias, *op.output, false, thread);
+    case PE_OP_LINEAR: return linear(op, *op.weight, source(op, thread), op.bias, *op.output, false, thread);
     case PE_OP_LINEAR_RESIDUAL: return linear(op, *op.weight, *op.input, op.bias, *op.output, true, thread);
     case PE_OP_QKV_ROPE_APPEND: return qkv_rope_append(op, thread);
     case PE_OP_ATTENTION:
@@ -117,14 +161,13 @@ void Program::load_hidden(const Op& op, int64_t t, int) {
   std::memcpy(op.output->row(t), batch_->hidden + t * op.output->width, static_cast<size_t>(op.output->width) * 4);
 }
 
-void Program::norm(const Op& op, int64_t t, int) {
-  k_.rms_norm(op.input->row(t), op.norm, op.output->row(t), op.input->width, op.d.eps);
-}
-
-void Program::norm_quantize(const Op& op, int64_t t, int thread) {
-  float* row = reinterpret_cast<float*>(thread_scratch(thread));
-  k_.rms_norm(op.input->row(t), op.norm, row, op.input->width, op.d.eps);
-  k_.quantize(row, 0, op.input->width, &op.output->quant, t);
+void Program::norm_to(const Op& op, int64_t t, const Buffer& out, int64_t row, int thread) {
+  const float* x = op.input->row(t);
+  const int64_t width = op.input->width;
+  if (!out.quantized) return k_.rms_norm(x, op.norm, out.row(row), width, op.d.eps);
+  float* normed = reinterpret_cast<float*>(thread_scratch(thread));
+  k_.rms_norm(x, op.norm, normed, width, op.d.eps);
+  k_.quantize(normed, 0, width, &out.quant, row);
 }
 
 void Program::quantize(const Op& op, int64_t t, int) {
@@ -196,9 +239,10 @@ void Program::kv_append(const Op& op, int64_t t, int) {
 
 void Program::qkv_rope_append(const Op& op, int thread) {
   const int64_t q = op.d.heads, kv = op.d.kv_heads, panels = op.d.head_dim / kPanel;
-  share(q + 2 * kv, 1, [&](int64_t begin, int64_t end) {
+  const Buffer& in = source(op, thread);
+  const auto heads = [&](int64_t begin, int64_t end) {
     for (int64_t h = begin; h < end; ++h) {
-      linear_range(*op.weight, *op.input, op.bias, h * panels, (h + 1) * panels, op.output->f + head_column(op, h),
+      linear_range(*op.weight, in, op.bias, h * panels, (h + 1) * panels, op.output->f + head_column(op, h),
                    op.output->stride, false, batch_->tokens, thread);
       for (int64_t t = 0; t < batch_->tokens; ++t) {
         if (h < q + kv) {
@@ -208,7 +252,8 @@ void Program::qkv_rope_append(const Op& op, int thread) {
         if (h >= q) append_head(op, t, h);
       }
     }
-  });
+  };
+  share(q + 2 * kv, 1, thread, heads, batch_->tokens <= kGemvTokens);
 }
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
@@ -231,34 +276,26 @@ void Program::linear_range(const Packed& w, const Buffer& in, const float* bias,
   k_.linear(&a);
 }
 
-namespace {
-// Panels a thread takes at once: a few shares per thread, so that a slow thread does not hold up the others.
-int64_t panel_chunk(int64_t panels, int64_t tokens, int threads) {
-  if (tokens > kGemvTokens) return 2;
-  return std::max<int64_t>(4, panels / (threads * 6) / 4 * 4);
-}
-}  // namespace
-
 void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out,
                      bool accumulate, int thread) {
-  share(w.panels, panel_chunk(w.panels, batch_->tokens, backend_.team.size()), [&](int64_t begin, int64_t end) {
+  const auto panels = [&](int64_t begin, int64_t end) {
     linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, accumulate, batch_->tokens, thread);
-  });
+  };
+  share(w.panels, 2, thread, panels, batch_->tokens <= kGemvTokens);
 }
 
 // Gate and up of 64 intermediate columns at a time: their float sums stay in this thread's cache, and leave it as one
 // finished group of int8 (or as floats, for float weights). Then down, after one barrier.
 void Program::gated_ffn(const Op& op, int thread) {
-  const Buffer& h = *op.scratch;
+  const Buffer &h = *op.scratch, &in = source(op, thread);
   const int64_t units = (h.width + kActGroup - 1) / kActGroup, tokens = batch_->tokens;
-  const int64_t chunk = tokens > kGemvTokens ? 1 : std::max<int64_t>(1, units / (backend_.team.size() * 8));
   constexpr int64_t kColumns = 2 * kActGroup;  // gate and up of a unit
   float* sums = reinterpret_cast<float*>(thread_scratch(thread) +
                                          align_up(static_cast<size_t>(op.weight->padded_cols) * kPanel, kAlign));
-  share(units, chunk, [&](int64_t begin, int64_t end) {
+  const auto gate_up = [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
       const int64_t first = u * kColumns / kPanel, last = std::min(first + kColumns / kPanel, op.weight->panels);
-      linear_range(*op.weight, *op.input, op.bias, first, last, sums, kColumns, false, tokens, thread);
+      linear_range(*op.weight, in, op.bias, first, last, sums, kColumns, false, tokens, thread);
       const int64_t column = u * kActGroup, wide = (last - first) / 2 * kPanel;
       for (int64_t t = 0; t < tokens; ++t) {
         float values[kActGroup];
@@ -267,8 +304,9 @@ void Program::gated_ffn(const Op& op, int thread) {
         if (h.quantized) k_.quantize(values - column, column, std::min(column + kActGroup, h.width), &h.quant, t);
       }
     }
-  });
-  inner_barrier();
+  };
+  share(units, 1, thread, gate_up, tokens <= kGemvTokens);
+  inner_barrier(thread, op.weight2);
   linear(op, *op.weight2, h, op.bias2, *op.output, true, thread);
 }
 
@@ -276,15 +314,14 @@ void Program::lm_head(const Op& op, int thread) {
   const int64_t rows = batch_->logits_count;
   if (rows == 0) return;
   const Packed& w = *op.weight;
-  const bool quantized = is_integer(w.format);
-  share(rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      k_.rms_norm(op.input->row(batch_->logits_rows[r]), op.norm, head_.row(r), head_.width, op.d.eps);
-      if (quantized) k_.quantize(head_.row(r), 0, head_.width, &head_quant_.quant, r);
-    }
-  });
-  inner_barrier();
-  const Buffer& in = quantized ? head_quant_ : head_;
+  const Buffer* in = &head_;
+  if (rows <= kOwnTokens) {
+    in = &own_[static_cast<size_t>(op.own_input)][static_cast<size_t>(thread)];
+    for (int64_t r = 0; r < rows; ++r) norm_to(op, batch_->logits_rows[r], *in, r, thread);
+  } else {
+    share(rows, 1, thread, [&](int64_t r, int64_t) { norm_to(op, batch_->logits_rows[r], head_, r, thread); });
+    inner_barrier(thread, &w);
+  }
   const int64_t whole = w.rows / kPanel;  // panels that fit into rows of the caller's array
   const auto check = [&](const float* x, int64_t n, int64_t r) {
     float max;
@@ -293,30 +330,31 @@ void Program::lm_head(const Op& op, int thread) {
     if (!finite)
       fail_later(PE_COMPUTE, "NaN or Inf in the logits at position %d", batch_->positions[batch_->logits_rows[r]]);
   };
-  share(w.panels, panel_chunk(w.panels, rows, backend_.team.size()), [&](int64_t begin, int64_t end) {
+  const auto panels = [&](int64_t begin, int64_t end) {
     const int64_t inside = std::min(end, whole);
     if (begin < inside) {
       float* out = logits_out_ + begin * kPanel;
-      linear_range(w, in, op.bias, begin, inside, out, logits_stride_, false, rows, thread);
+      linear_range(w, *in, op.bias, begin, inside, out, logits_stride_, false, rows, thread);
       for (int64_t r = 0; r < rows; ++r) check(out + r * logits_stride_, (inside - begin) * kPanel, r);
     }
     if (end > whole) {  // the last panel is wider than what is left of a row
       float* last = reinterpret_cast<float*>(thread_scratch(thread) +
                                              align_up(static_cast<size_t>(w.padded_cols) * kPanel, kAlign));
-      linear_range(w, in, op.bias, whole, whole + 1, last, kPanel, false, rows, thread);
+      linear_range(w, *in, op.bias, whole, whole + 1, last, kPanel, false, rows, thread);
       const int64_t n = w.rows - whole * kPanel;
       for (int64_t r = 0; r < rows; ++r) {
         std::memcpy(logits_out_ + r * logits_stride_ + whole * kPanel, last + r * kPanel, static_cast<size_t>(n) * 4);
         check(last + r * kPanel, n, r);
       }
     }
-  });
+  };
+  share(w.panels, 2, thread, panels, rows <= kGemvTokens);
 }
 
 void Program::sample(const Op&, int thread) {
   if (!batch_->sampled) return;
   float* work = reinterpret_cast<float*>(thread_scratch(thread));
-  share(batch_->logits_count, 1, [&](int64_t r, int64_t) {
+  share(batch_->logits_count, 1, thread, [&](int64_t r, int64_t) {
     const int32_t id =
         sample_row(k_, logits_out_ + r * logits_stride_, vocab_, batch_->sampling ? batch_->sampling + r : nullptr,
                    work, batch_->sampled_logprob ? batch_->sampled_logprob + r : nullptr);

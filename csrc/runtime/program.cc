@@ -1,4 +1,4 @@
-// Creating a program: look up ids, check shapes, plan the arena; and checking a batch.
+// Creating a program: look up ids, check shapes; and checking a batch.
 #include "runtime/program.h"
 
 #include <algorithm>
@@ -47,44 +47,6 @@ constexpr int32_t kMaxBatchTokens = 1 << 20;
 
 void need(const pe_op& d, bool condition, const char* what) {
   if (!condition) bad(d, what);
-}
-
-void shape(Buffer& b, int64_t rows) {
-  const int64_t slack = rows + kTileTokens;
-  if (!b.quantized) {
-    b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kPanel)) + kPanel;
-    b.bytes = static_cast<size_t>(slack * b.stride) * 4;
-  } else {
-    // the extra 64 keeps rows of a power of two from sharing cache sets
-    b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kActGroup)) + kActGroup;
-    const int64_t groups = (b.width + kActGroup - 1) / kActGroup;
-    b.bytes = static_cast<size_t>(slack) * (static_cast<size_t>(b.stride) + static_cast<size_t>(groups) * 8 * 4 +
-                                            align_up(static_cast<size_t>(groups), 8));
-  }
-  b.bytes = align_up(b.bytes, kAlign);
-}
-
-void place(Buffer& b, uint8_t* base, int64_t rows) {
-  uint8_t* p = base + b.offset;
-  if (!b.quantized) {
-    b.f = reinterpret_cast<float*>(p);
-    return;
-  }
-  const int64_t slack = rows + kTileTokens;
-  QuantView& v = b.quant;
-  v.q_stride = b.stride;
-  v.groups = (b.width + kActGroup - 1) / kActGroup;
-  v.q = reinterpret_cast<int8_t*>(p);
-  p += slack * b.stride;
-  const int64_t n = slack * v.groups;
-  v.scale = reinterpret_cast<float*>(p);
-  v.scaled_sum64 = v.scale + n;
-  v.scaled_sum32 = v.scaled_sum64 + n;
-  v.negative_sum64 = reinterpret_cast<int32_t*>(v.scaled_sum32 + 2 * n);
-  v.negative_sum32 = v.negative_sum64 + n;
-  v.outlier_value = reinterpret_cast<float*>(v.negative_sum32 + 2 * n);
-  v.outlier_column = reinterpret_cast<uint8_t*>(v.outlier_value + n);
-  v.outlier_stride = static_cast<int64_t>(align_up(static_cast<size_t>(v.groups), 8));
 }
 
 }  // namespace
@@ -300,8 +262,8 @@ void Program::check(const Op& op) {
       need(d, tensor_cols(d.norm) == op.input->width && op.weight->cols == op.input->width, "shapes differ");
       need(d, !vocab_, "a program has one lm_head");
       vocab_ = static_cast<int32_t>(op.weight->rows);
-      head_.width = head_quant_.width = op.input->width;
-      head_quant_.quantized = true;
+      head_.width = op.input->width;
+      head_.quantized = is_integer(op.weight->format);
       logits_.width = vocab_;
       break;
     }
@@ -313,98 +275,6 @@ void Program::check(const Op& op) {
   }
   if (d.kind == PE_OP_ACT_MUL || d.kind == PE_OP_GATED_FFN_RESIDUAL)
     need(d, d.activation == PE_SILU || d.activation == PE_GELU_TANH, "the activation is unknown");
-}
-
-// A buffer lives from the first op that names it to the last. First fit over those intervals, biggest buffers first.
-void Program::plan() {
-  struct Life {
-    Buffer* buffer;
-    size_t first, last;
-  };
-  std::vector<Life> lives;
-  for (Buffer& b : buffers_) {
-    Life life{&b, ops_.size(), 0};
-    for (size_t i = 0; i < ops_.size(); ++i) {
-      if (ops_[i].input != &b && ops_[i].output != &b && ops_[i].scratch != &b) continue;
-      life.first = std::min(life.first, i);
-      life.last = i;
-    }
-    if (life.first < ops_.size()) lives.push_back(life);
-  }
-  std::stable_sort(lives.begin(), lives.end(),
-                   [](const Life& a, const Life& b) { return a.buffer->bytes > b.buffer->bytes; });
-  size_t total = 0;
-  std::vector<const Life*> placed;
-  for (const Life& life : lives) {
-    std::vector<const Life*> rivals;
-    for (const Life* p : placed)
-      if (p->first <= life.last && life.first <= p->last) rivals.push_back(p);
-    std::sort(rivals.begin(), rivals.end(),
-              [](const Life* a, const Life* b) { return a->buffer->offset < b->buffer->offset; });
-    size_t at = 0;
-    for (const Life* p : rivals) {
-      if (at + life.buffer->bytes <= p->buffer->offset) break;
-      at = std::max(at, p->buffer->offset + p->buffer->bytes);
-    }
-    life.buffer->offset = at;
-    placed.push_back(&life);
-    total = std::max(total, at + life.buffer->bytes);
-  }
-  const auto append = [&](Buffer& b, int64_t rows) {
-    shape(b, rows);
-    b.offset = total;
-    total += b.bytes;
-  };
-  if (vocab_) {
-    append(head_, max_tokens_);
-    append(head_quant_, max_tokens_);
-    append(logits_, max_sequences_);
-  }
-  plan_scratch();
-  const size_t scratch_at = total;
-  total += scratch_bytes_ * static_cast<size_t>(backend_.team.size());
-  arena_ = Memory(total);
-  for (const Life& life : lives) place(*life.buffer, arena_.data(), max_tokens_);
-  if (vocab_) {
-    place(head_, arena_.data(), max_tokens_);
-    place(head_quant_, arena_.data(), max_tokens_);
-    place(logits_, arena_.data(), max_sequences_);
-  }
-  scratch_ = arena_.data() + scratch_at;
-}
-
-// Scratch of one thread. Three users at different times: an unpacked panel behind a chunk of results (linear, FFN,
-// lm_head), a normed row, attention; and sampling's copy of a row.
-void Program::plan_scratch() {
-  size_t bytes = 0, columns = 0;
-  for (Op& op : ops_) {
-    for (const Packed* w : {op.weight, op.weight2})
-      if (w) columns = std::max(columns, static_cast<size_t>(w->padded_cols));
-    if (op.input) columns = std::max(columns, static_cast<size_t>(op.input->width));
-    if (op.d.kind != PE_OP_ATTENTION && op.d.kind != PE_OP_ATTENTION_QUANTIZE) continue;
-    const int32_t ratio = op.d.heads / op.d.kv_heads;
-    size_t i = 0;
-    while (i < tilings_.size() && tilings_[i].heads_per_kv != ratio) ++i;
-    if (i == tilings_.size()) {
-      Tiling t{ratio, std::max(1, 32 / ratio), {}, 0, 0};
-      t.tiles.reserve(static_cast<size_t>(max_tokens_));
-      tilings_.push_back(std::move(t));
-    }
-    op.tiling = i;
-    max_rows_ = std::max(max_rows_, int64_t{tilings_[i].tile_tokens} * ratio);
-    max_v_stride_ = std::max(max_v_stride_, int64_t{op.kv->v_stride()});
-    split_heads_ = std::max(split_heads_, int64_t{op.d.kv_heads});
-  }
-  const size_t results = static_cast<size_t>(max_tokens_ + kTileTokens) * 8 * kPanel * 4;
-  bytes = align_up(columns * kPanel, kAlign) + results;
-  bytes = std::max(bytes, columns * 4 + kAlign);
-  if (has_sample_) bytes = std::max(bytes, static_cast<size_t>(vocab_) * 8 + kAlign);
-  const size_t rows = static_cast<size_t>(max_rows_);
-  scores_offset_ = 0;
-  acc_offset_ = rows * kPartition * 4;
-  rows_offset_ = acc_offset_ + 2 * rows * static_cast<size_t>(max_v_stride_) * 4;
-  bytes = std::max(bytes, rows_offset_ + rows * (8 + 4 * 6));
-  scratch_bytes_ = align_up(bytes, 4096);
 }
 
 void Program::check_sampling(const pe_sampling& p) const {

@@ -1,5 +1,5 @@
 // A program: ops checked once, one arena, and run() that executes a whole step with the threads inside from the first
-// op to the last. program.cc checks and plans; execute.cc holds the ops, attention.cc the attention op, sampler.cc
+// op to the last. program.cc checks, plan.cc plans; execute.cc holds the ops, attention.cc the attention op, sampler.cc
 // sampling.
 #pragma once
 
@@ -32,6 +32,9 @@ struct Op {
   KvGroup* kv = nullptr;
   int64_t k_column = 0, v_column = 0;  // of [q | k | v], each part padded to whole panels
   size_t tiling = 0;                   // index into tilings_, for attention
+  // Small batches: a norm that only the next op reads is done by every thread for itself, which saves a barrier.
+  int32_t own_output = -1, own_input = -1;  // index into own_, in the norm and in the op that reads it
+  const Packed* next_weight = nullptr;      // what is read from memory after this op
 };
 
 // Tokens of one sequence whose query heads are handled together.
@@ -62,27 +65,37 @@ class Program {
   void resolve(const pe_op& d, Op& op);
   void check(const Op& op);
   void check_linear(const Op& op, const Packed* weight, const Buffer* in, const char* what) const;
-  void plan();
-  void plan_scratch();
   void check_batch(const pe_batch& batch) const;
   void check_sampling(const pe_sampling& p) const;
   void tile_batch();
 
+  // plan.cc
+  void plan();
+  void plan_small_batches();
+  void plan_scratch();
+
   // execute.cc
   void execute(int thread);
   void dispatch(const Op& op, int thread);
+  bool few_tokens() const { return batch_->tokens <= kOwnTokens; }
+  const Buffer& source(const Op& op, int thread) const {
+    return op.own_input >= 0 && few_tokens() ? own_[static_cast<size_t>(op.own_input)][static_cast<size_t>(thread)]
+                                             : *op.input;
+  }
   template <class F>
-  void share(int64_t count, int64_t chunk, F&& body);
-  void inner_barrier();
+  void share(int64_t count, int64_t grain, int thread, F&& body, bool halving = false);
+  template <class Last>
+  void wait_for_all(int thread, const Packed* next, Last&& last);
+  void inner_barrier(int thread, const Packed* next = nullptr);
   void each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread);
+  void norm_to(const Op& op, int64_t token, const Buffer& out, int64_t row, int thread);
   void linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
                     int64_t stride, bool accumulate, int64_t tokens, int thread);
   void linear(const Op& op, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, bool accumulate,
               int thread);
   void embed(const Op& op, int64_t token, int thread);
   void load_hidden(const Op& op, int64_t token, int thread);
-  void norm(const Op& op, int64_t token, int thread);
-  void norm_quantize(const Op& op, int64_t token, int thread);
+  void norm(const Op& op, int64_t token, int thread) { norm_to(op, token, *op.output, token, thread); }
   void quantize(const Op& op, int64_t token, int thread);
   void add(const Op& op, int64_t token, int thread);
   void act_mul(const Op& op, int64_t token, int thread);
@@ -119,7 +132,9 @@ class Program {
   std::vector<std::shared_ptr<Tensor>> held_;  // tensors stay alive as long as the program
   std::vector<Op> ops_;
   std::vector<Buffer> buffers_;
-  Buffer head_, head_quant_, logits_;  // of lm_head: normed rows, their int8 form, logits nobody else owns
+  static constexpr int64_t kOwnTokens = 2;  // up to here norms are done by every thread
+  std::vector<std::vector<Buffer>> own_;    // [norm][thread], of kOwnTokens rows
+  Buffer head_, logits_;                    // of lm_head: normed rows, logits nobody else owns
   std::vector<Tiling> tilings_;
   int32_t max_tokens_, max_sequences_, vocab_ = 0;
   bool timed_, has_sample_ = false;
@@ -150,6 +165,7 @@ class Program {
 };
 
 uint64_t now_ns();
+void shape(Buffer& b, int64_t rows);  // plan.cc
 
 // sampler.cc: one row; `work` has 2 * n floats. Returns the id; -1 if nothing can be chosen.
 int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work,

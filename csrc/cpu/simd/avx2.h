@@ -17,7 +17,6 @@ struct I {
 using B = I;
 
 constexpr int kTile = 4;
-constexpr int kGemvPanels = 1;
 constexpr int kFloatPanels = 2;
 constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
@@ -138,7 +137,8 @@ inline I dot4_u8(I acc, B w, const int8_t* p) {
   return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(pa, ones)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(pb, ones))};
 }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// into the second level: prefetches into the first wait for its few miss buffers
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace simd
 }  // namespace

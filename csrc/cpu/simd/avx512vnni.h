@@ -13,7 +13,6 @@ using I = __m512i;  // 16 int32
 using B = __m512i;  // 64 bytes: lane r holds bytes 4 r .. 4 r + 3
 
 constexpr int kTile = 12;        // tokens in a GEMM tile
-constexpr int kGemvPanels = 2;   // panels a GEMV reads at once
 constexpr int kFloatPanels = 4;  // the same for float weights, whose chains are longer
 constexpr int kScoreRows = 6;    // query rows that share a load of K
 constexpr int kValueRows = 4;    // query rows and 16-column groups that share a load of V
@@ -92,7 +91,8 @@ inline I dot4_u4(I acc, B w, const int8_t* p) {
 }
 inline I dot4_u8(I acc, B w, const int8_t* p) { return dot4_u4(acc, w, p); }
 
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// into the second level: prefetches into the first wait for its few miss buffers
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace simd
 }  // namespace

@@ -19,7 +19,6 @@ struct B {
 };
 
 constexpr int kTile = 4;
-constexpr int kGemvPanels = 1;
 constexpr int kFloatPanels = 2;
 constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
