@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import rope
-from pyengine._core import KV_BLOCK, Backend, Format
+from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
 from pyengine.checkpoint import Checkpoint
 from pyengine.decoder import Hooks, KvLayout, build_layer
 from pyengine.quantize import PackedFormat
@@ -60,7 +60,7 @@ class Calibrator:
         a = layer.attention
         shape = (a.num_kv_heads, a.head_dim)
         if shape not in self.groups:
-            self.groups[shape] = self.backend.kv_create(1, a.num_kv_heads, a.head_dim, a.head_dim, False)
+            self.groups[shape] = self.backend.kv_create(1, a.num_kv_heads, a.head_dim, a.head_dim, int(KvDtype.F32))
             self.backend.kv_reserve(self.groups[shape], self.table.size)
         if a.rope not in self.ropes:
             table = np.concatenate(rope.cos_sin(a.rope, 0, self.tokens), axis=1)

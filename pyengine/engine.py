@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pyengine import hub, quantize, rope
 from pyengine._core import Backend
+from pyengine.balance import balance_keys
 from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
@@ -24,7 +25,7 @@ from pyengine.decoder import BuiltProgram, Hooks, KvLayout, build
 from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
 from pyengine.families import check_tensors
 from pyengine.generate import GenerationResult, GenerationStream
-from pyengine.kv_cache import KvPool
+from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import ModelSpec, RopeSpec
@@ -120,12 +121,13 @@ class Engine:
                 self.quantization,
                 observe,
                 progress,
+                prepare=balance_keys if self.kv_dtype == "int8" else None,
                 strict=arguments["strict"],
             )
         self.spec = replace(self.spec, warnings=(*self.spec.warnings, *self.weights.warnings))
         self.bits_per_weight = self.weights.bits_per_weight
         self.weight_bytes_per_token = self.weights.bytes_per_token
-        self.pool = KvPool(self.backend, self.spec, bf16=self.kv_dtype == "bf16")
+        self.pool = KvPool(self.backend, self.spec, self.kv_dtype)
         self.ropes = RopeTables(self.backend, self.spec)
         self.program = self.build()
         self.load_ms = (time.perf_counter() - started) * 1e3
@@ -402,8 +404,8 @@ def check_device(device: str) -> str:
 
 
 def choose_kv_dtype(kv_dtype: str | None, quant: str) -> str:
-    if kv_dtype not in (None, "bf16", "f32"):
-        raise RequestError(f"KV dtype {kv_dtype!r}; expected 'bf16' or 'f32'")
+    if kv_dtype not in (None, *KV_DTYPES):
+        raise RequestError(f"KV dtype {kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
     return kv_dtype or ("f32" if quant == "f32" else "bf16")
 
 
@@ -439,10 +441,11 @@ def load(
     """Load a folder or a hub model "org/name".
 
     quant: "none" (as stored), "f32", "bf16", "int8" (group 64) or "int4". group_size: 32, 64 or 128 for int4.
-    int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16" or "f32" (the default with quant="f32"). threads: None =
-    PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA, else the best. ctx_size:
-    a limit, 0 = the model's maximum. calibration: weight int4's errors with E[x^2] of a short text. strict: unknown
-    config keys and weights that are all zero are errors. progress: called with (done, total, what).
+    int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16", "f32" (the default with quant="f32") or "int8" (half of
+    bf16). threads: None = PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA,
+    else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight int4's errors with E[x^2] of a short
+    text. strict: unknown config keys and weights that are all zero are errors. progress: called with (done, total,
+    what).
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
     if threads is None and os.environ.get("PYENGINE_THREADS"):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import KV_BLOCK, Backend, Format, OpKind, Program, Stage
+from pyengine._core import KV_BLOCK, Backend, Format, KvDtype, OpKind, Program, Stage
 from pyengine.decoder import ACTIVATIONS
 from pyengine.errors import RequestError
 from pyengine.fuse import fuse
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 
-KV_DTYPES = ("float32", "bfloat16")
+KV_DTYPES = {"float32": KvDtype.F32, "bfloat16": KvDtype.BF16, "int8": KvDtype.INT8}
 MAX_TOKENS = 1 << 20  # of the core, in one call
 EMPTY = np.empty(0, np.int32)
 
@@ -318,8 +318,8 @@ def attention(
 
     The queries are the last M of the S positions, and keys before them are the cache. heads is a multiple of kv_heads;
     query head h reads KV head h // (heads / kv_heads). scale None is 1 / sqrt(head_dim). A query at position p sees the
-    keys max(0, p - window + 1) .. p; window None is all. kv_dtype: "float32", or "bfloat16" to round k and v as the
-    default KV cache does.
+    keys max(0, p - window + 1) .. p; window None is all. kv_dtype: "float32"; "bfloat16" to round k and v as the
+    default KV cache does; "int8" as kv_dtype="int8" does, per token and head, with q as 15-bit integers.
     """
     q, k = values(q, "q", None, None, None), values(k, "k", None, None, None)
     v = values(v, "v", *k.shape)
@@ -341,7 +341,7 @@ def attention(
     hidden[:, at_v:] = v.reshape(keys, -1)
 
     b = Bench(threads, isa)
-    group = b.backend.kv_create(1, kv_heads, dim, dim, kv_dtype == "bfloat16")
+    group = b.backend.kv_create(1, kv_heads, dim, dim, int(KV_DTYPES[kv_dtype]))
     blocks = -(-keys // KV_BLOCK)
     b.backend.kv_reserve(group, blocks)
     table = np.arange(blocks, dtype=np.int32).reshape(1, blocks)

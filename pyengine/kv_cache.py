@@ -9,18 +9,20 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import KV_BLOCK, Backend
+from pyengine._core import KV_BLOCK, Backend, KvDtype
 from pyengine.errors import RequestError
 from pyengine.spec import ModelSpec
 
 Int32 = npt.NDArray[np.int32]
+KV_DTYPES = ("bf16", "f32", "int8")
 
 
 class KvPool:
-    """The pools of one engine: free blocks by group, grown as needed."""
+    """The pools of one engine: free blocks by group, grown as needed. kv_dtype: one of KV_DTYPES."""
 
-    def __init__(self, backend: Backend, spec: ModelSpec, *, bf16: bool) -> None:
+    def __init__(self, backend: Backend, spec: ModelSpec, kv_dtype: str) -> None:
         self.backend = backend
+        dtype = int(KvDtype.__members__[kv_dtype.upper()])
         shapes: dict[tuple[int, int, int | None], list[int]] = {}
         for layer in spec.layers:
             a = layer.attention
@@ -31,7 +33,7 @@ class KvPool:
         self.size: list[int] = []
         places: dict[int, tuple[int, int]] = {}
         for (kv_heads, head_dim, window), layers in shapes.items():
-            group = backend.kv_create(len(layers), kv_heads, head_dim, head_dim, bf16)
+            group = backend.kv_create(len(layers), kv_heads, head_dim, head_dim, dtype)
             places.update({layer: (group, at) for at, layer in enumerate(layers)})
             self.ids.append(group)
             self.windows.append(window)

@@ -8,7 +8,7 @@ models were trained with float32 angles (rope.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyengine import rope
+from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError, UnsupportedModelError
@@ -87,15 +88,47 @@ def swiglu_ffn(x: Array, gate: Array, up: Array, down: Array) -> Array:
     return y
 
 
-class ReferenceCache:
-    """Keys and values of the tokens seen: per layer two arrays [tokens, kv_heads, head_dim], keys already rotated."""
+def round_bf16(x: Array) -> Array:
+    """x rounded to bfloat16, nearest even, in the dtype of x; finite input."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32)
+    return rounded.view(np.float32).astype(x.dtype)
 
-    def __init__(self) -> None:
+
+def round_int8(x: Array) -> Array:
+    """x [..., head_dim] as an int8 KV cache holds it: -127 .. 127 times max |x| / 127 of the head, nearest even."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        q = np.rint(x * np.where(largest > 0, x.dtype.type(127) / largest, 0))
+    y: Array = q * (largest / x.dtype.type(127))
+    return y
+
+
+KV_ROUNDING: dict[str, Callable[[Array], Array]] = {"f32": np.asarray, "bf16": round_bf16, "int8": round_int8}
+
+
+class ReferenceCache:
+    """Keys and values of the tokens seen: per layer two arrays [tokens, kv_heads, head_dim], keys already rotated.
+
+    kv_dtype: "f32" keeps them as they are; "bf16" and "int8" round them when they are appended, "int8" after the
+    channels of k were balanced (balance.py).
+    """
+
+    def __init__(self, kv_dtype: str = "f32") -> None:
+        if kv_dtype not in KV_ROUNDING:
+            raise RequestError(f"KV dtype {kv_dtype!r}; expected one of {', '.join(KV_ROUNDING)}")
+        self.kv_dtype = kv_dtype
         self.layers: dict[int, tuple[Array, Array]] = {}
         self.length = 0
 
-    def append(self, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
-        """Append k and v [T, kv_heads, head_dim] to a layer; returns all keys and all values of it."""
+    def append(self, layer: int, k: Array, v: Array, factors: Array | None = None) -> tuple[Array, Array]:
+        """Append k and v [T, kv_heads, head_dim] to a layer; returns all keys and all values of it.
+
+        factors [kv_heads, head_dim]: what k is divided by while an int8 cache rounds it.
+        """
+        rounded = KV_ROUNDING[self.kv_dtype]
+        k = rounded(k) if factors is None or self.kv_dtype != "int8" else rounded(k / factors) * factors
+        v = rounded(v)
         if layer in self.layers:
             k, v = (np.concatenate([old, new]) for old, new in zip(self.layers[layer], (k, v), strict=True))
         self.layers[layer] = (k, v)
@@ -217,7 +250,9 @@ class ReferenceModel:
             q, k = self.norm(q, prefix + "q_norm"), self.norm(k, prefix + "k_norm")
         cos, sin = rope.cos_sin(spec.rope, start, start + len(x))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        k, v = cache.append(layer.index, k, v)
+        balanced = spec.qkv_bias and not spec.qk_norm
+        factors = key_factors(spec, self.weight(prefix + "k_proj.bias")).astype(x.dtype) if balanced else None
+        k, v = cache.append(layer.index, k, v, factors)
         return attention(q, k, v, spec.scale, start, spec.window)
 
     def gated(self, x: Array, spec: FFNSpec, prefix: str) -> Array:

@@ -298,12 +298,14 @@ def load_weights(
     observe: Observer | None = None,
     progress: Progress | None = None,
     *,
+    prepare: Callable[[LayerSpec, Raw], Raw] | None = None,
     strict: bool = False,
 ) -> ModelWeights:
     """Read, quantize and pack a whole model.
 
-    observe: says how much each input channel of each matrix matters (calibration); None leaves all the same. strict:
-    matrices and norms that are all zero are errors; else they are in `warnings`.
+    observe: says how much each input channel of each matrix matters (calibration); None leaves all the same. prepare:
+    what becomes of a layer's tensors before they are packed. strict: matrices and norms that are all zero are errors;
+    else they are in `warnings`.
     Errors: ModelFormatError for NaN/Inf or a file that changed, ResourceError when memory runs out.
     """
     packer = Packer(backend, checkpoint, strict=strict)
@@ -315,6 +317,8 @@ def load_weights(
             progress(layer.index, total, "loading")
         raw = read_layer(checkpoint, layer, names)
         importance: Importance = observe(layer, raw) if observe is not None else {}
+        if prepare is not None:
+            raw = prepare(layer, raw)
         w = pack_layer(packer, layer, raw, quantization.layers, importance)
         weights.layers.append(w)
         for tensor in (w.qkv, w.o, w.gate_up, w.down):

@@ -90,8 +90,8 @@ int32_t rope_set(Backend& b, int32_t id, const Array<float>& table) {
   return id;
 }
 
-int32_t kv_create(Backend& b, int layers, int kv_heads, int k_dim, int v_dim, bool bf16) {
-  const pe_kv_desc desc{sizeof(pe_kv_desc), layers, kv_heads, k_dim, v_dim, bf16 ? PE_SRC_BF16 : PE_SRC_F32};
+int32_t kv_create(Backend& b, int layers, int kv_heads, int k_dim, int v_dim, int dtype) {
+  const pe_kv_desc desc{sizeof(pe_kv_desc), layers, kv_heads, k_dim, v_dim, dtype};
   int32_t id;
   check(pe_kv_create(b.handle, &desc, &id));
   return id;
@@ -120,7 +120,7 @@ void bind_backend(py::module_& m) {
           "tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
       .def("rope_set", &rope_set, py::arg("id"), py::arg("table"))
       .def("kv_create", &kv_create, py::arg("layers"), py::arg("kv_heads"), py::arg("k_dim"), py::arg("v_dim"),
-           py::arg("bf16"))
+           py::arg("dtype"))
       .def(
           "kv_reserve",
           [](Backend& b, int32_t group, int32_t blocks) { check(pe_kv_reserve(b.handle, group, blocks)); },
@@ -135,6 +135,10 @@ void bind_backend(py::module_& m) {
       .value("ROWS_F32", PE_ROWS_F32)
       .value("ROWS_BF16", PE_ROWS_BF16)
       .value("VECTOR_F32", PE_VECTOR_F32);
+  py::enum_<pe_kv_dtype>(m, "KvDtype", py::arithmetic())
+      .value("F32", PE_KV_F32)
+      .value("BF16", PE_KV_BF16)
+      .value("INT8", PE_KV_INT8);
 }
 
 }  // namespace pe_py

@@ -68,8 +68,10 @@ struct AttentionArgs {
   const int32_t* key_end;
   int32_t rows;
   int32_t k_dim, v_dim, v_stride;  // v_stride: v_dim rounded up to 16
-  int32_t dtype;                   // PE_SRC_F32 or PE_SRC_BF16
+  int32_t dtype;                   // pe_kv_dtype
   float scale;
+  int8_t* q_digits;  // scratch of attention_q for PE_KV_INT8: [rows][q_digit_stride]
+  int64_t q_digit_stride;
   int32_t partition;               // keys partition * 256 ... + 255
   const uint8_t* const* k_blocks;  // of the partition's up to 8 blocks; only blocks with a wanted key are read
   const uint8_t* const* v_blocks;
@@ -106,7 +108,8 @@ struct KernelTable {
   void (*rope)(float* x, int64_t rotary, const float* cos, const float* sin);
   void (*store_k)(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype);
   void (*store_v)(const float* v, uint8_t* block, int32_t slot, int32_t dim, int32_t stride, int32_t dtype);
-  void (*attention)(const AttentionArgs* args);
+  void (*attention_q)(const AttentionArgs* args);  // before `attention`, once per set of rows: q as the cache needs it
+  void (*attention)(const AttentionArgs* args);    // one partition
   // running (max, sum, acc) = merged with another partition's; v_stride columns
   void (*merge)(float* max, float* sum, float* acc, float other_max, float other_sum, const float* other_acc,
                 int64_t n);

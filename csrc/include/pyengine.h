@@ -105,10 +105,16 @@ PE_API pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* tabl
 
 #define PE_KV_BLOCK 32 /* tokens in a block */
 
+typedef enum pe_kv_dtype {
+  PE_KV_F32 = 0,
+  PE_KV_BF16 = 1,
+  PE_KV_INT8 = 2 /* symmetric, one float32 scale per token and head, for K and for V */
+} pe_kv_dtype;
+
 typedef struct pe_kv_desc {
   uint32_t struct_size;
   int32_t layers, kv_heads, k_dim, v_dim;
-  int32_t dtype; /* PE_SRC_F32 or PE_SRC_BF16 */
+  int32_t dtype; /* pe_kv_dtype */
 } pe_kv_desc;
 
 PE_API pe_status pe_kv_create(pe_backend* backend, const pe_kv_desc* desc, int32_t* group);

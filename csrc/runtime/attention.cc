@@ -9,8 +9,10 @@
 namespace pe {
 
 namespace {
-constexpr int64_t kSplitTokens = 8;  // batches up to here split over partitions
-}
+constexpr int64_t kSplitTokens = 8;    // batches up to here split over partitions
+constexpr int64_t kRunsPerThread = 6;  // so that a slow thread does not hold up the others
+constexpr int64_t kMaxRun = 8;         // partitions
+}  // namespace
 
 void Program::tile_batch() {
   const pe_batch& b = *batch_;
@@ -40,8 +42,8 @@ void Program::tile_batch() {
   }
 }
 
-void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, float* max,
-                               float* sum, float* acc, int thread) {
+// What all partitions of a tile's rows of one KV head share, in this thread's scratch.
+AttentionArgs Program::tile_rows(const Op& op, const TokenTile& tile, int64_t kv_head, int thread) {
   const int32_t ratio = op.d.heads / op.d.kv_heads, rows = (tile.end - tile.begin) * ratio;
   uint8_t* scratch = thread_scratch(thread);
   int64_t* q_offsets = reinterpret_cast<int64_t*>(scratch + rows_offset_);
@@ -54,18 +56,6 @@ void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_h
     begin[r] = op.d.window > 0 ? std::max(0, p + 1 - op.d.window) : 0;
     end[r] = p + 1;
   }
-  constexpr int kBlocks = kPartition / kKvBlock;
-  const uint8_t *k_blocks[kBlocks], *v_blocks[kBlocks];
-  for (int i = 0; i < kBlocks; ++i) {
-    const int64_t index = int64_t{partition} * kBlocks + i;
-    if (index * kKvBlock >= end[rows - 1]) {
-      k_blocks[i] = v_blocks[i] = nullptr;
-      continue;
-    }
-    const int32_t block = block_of(op, tile.sequence, index);
-    k_blocks[i] = op.kv->k(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
-    v_blocks[i] = op.kv->v(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
-  }
   AttentionArgs a{};
   a.q = op.input->f;
   a.q_offsets = q_offsets;
@@ -76,10 +66,30 @@ void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_h
   a.v_stride = op.kv->v_stride();
   a.dtype = op.kv->desc().dtype;
   a.scale = op.d.scale;
+  a.scores = reinterpret_cast<float*>(scratch + scores_offset_);
+  a.q_digits = reinterpret_cast<int8_t*>(scratch + digits_offset_);
+  a.q_digit_stride = static_cast<int64_t>(q_digit_bytes(op.d.head_dim));
+  k_.attention_q(&a);
+  return a;
+}
+
+void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition,
+                               AttentionArgs& a, float* max, float* sum, float* acc) {
+  constexpr int kBlocks = kPartition / kKvBlock;
+  const uint8_t *k_blocks[kBlocks], *v_blocks[kBlocks];
+  for (int i = 0; i < kBlocks; ++i) {
+    const int64_t index = int64_t{partition} * kBlocks + i;
+    if (index * kKvBlock >= a.key_end[a.rows - 1]) {
+      k_blocks[i] = v_blocks[i] = nullptr;
+      continue;
+    }
+    const int32_t block = block_of(op, tile.sequence, index);
+    k_blocks[i] = op.kv->k(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
+    v_blocks[i] = op.kv->v(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
+  }
   a.partition = partition;
   a.k_blocks = k_blocks;
   a.v_blocks = v_blocks;
-  a.scores = reinterpret_cast<float*>(scratch + scores_offset_);
   a.max_out = max;
   a.sum_out = sum;
   a.acc_out = acc;
@@ -104,8 +114,9 @@ void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, 
   std::fill(acc, acc + rows * width, 0.0f);
   const int32_t first_position = batch_->positions[tile.begin];
   const int32_t first_key = op.d.window > 0 ? std::max(0, first_position + 1 - op.d.window) : 0;
+  AttentionArgs args = tile_rows(op, tile, kv_head, thread);
   for (int32_t p = first_key / kPartition; p < tile.partitions; ++p) {
-    attend_partition(op, tile, kv_head, p, part_max, part_sum, part, thread);
+    attend_partition(op, tile, kv_head, p, args, part_max, part_sum, part);
     for (int32_t r = 0; r < rows; ++r)
       k_.merge(max + r, sum + r, acc + r * width, part_max[r], part_sum[r], part + r * width, width);
   }
@@ -148,17 +159,28 @@ void Program::attention(const Op& op, int thread) {
       attend_tile(op, tiling.tiles[static_cast<size_t>(tiles - 1 - i / kv_heads)], i % kv_heads, thread);
     });
   } else {
-    const int64_t width = op.kv->v_stride();
-    tasks(tiling.partition_tasks * kv_heads, [&](int64_t i) {
-      int64_t index = i / kv_heads;
-      size_t t = 0;
-      while (index >= tiling.tiles[t].partitions) index -= tiling.tiles[t++].partitions;
-      const TokenTile& tile = tiling.tiles[t];
-      const int64_t rows = int64_t{tile.end - tile.begin} * tiling.heads_per_kv;
-      const int64_t first = (tile.first_partial + index * rows) * kv_heads + i % kv_heads * rows;
-      float* base = reinterpret_cast<float*>(partials_.data()) + first * (width + 2);
-      attend_partition(op, tile, i % kv_heads, static_cast<int32_t>(index), base + rows * width,
-                       base + rows * (width + 1), base, thread);
+    const int64_t width = op.kv->v_stride(), count = tiling.partition_tasks * kv_heads;
+    // runs of partitions of one KV head: its rows are prepared once, its blocks read in order
+    const int64_t chunk = std::clamp<int64_t>(count / (backend_.team.size() * kRunsPerThread), 1, kMaxRun);
+    tasks((count + chunk - 1) / chunk, [&](int64_t run) {
+      const TokenTile* ready = nullptr;  // tile and head that `args` is of
+      int64_t ready_head = -1;
+      AttentionArgs args{};
+      for (int64_t i = run * chunk; i < std::min((run + 1) * chunk, count); ++i) {
+        int64_t index = i;
+        size_t t = 0;
+        while (index >= tiling.tiles[t].partitions * kv_heads) index -= tiling.tiles[t++].partitions * kv_heads;
+        const TokenTile& tile = tiling.tiles[t];
+        const int64_t kv_head = index / tile.partitions, partition = index % tile.partitions;
+        if (ready != &tile || ready_head != kv_head) args = tile_rows(op, tile, kv_head, thread);
+        ready = &tile;
+        ready_head = kv_head;
+        const int64_t rows = int64_t{tile.end - tile.begin} * tiling.heads_per_kv;
+        const int64_t first = (tile.first_partial + partition * rows) * kv_heads + kv_head * rows;
+        float* base = reinterpret_cast<float*>(partials_.data()) + first * (width + 2);
+        attend_partition(op, tile, kv_head, static_cast<int32_t>(partition), args, base + rows * width,
+                         base + rows * (width + 1), base);
+      }
     });
     inner_barrier(thread);
     tasks(tiles * kv_heads, [&](int64_t i) {

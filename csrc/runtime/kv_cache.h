@@ -12,15 +12,15 @@ namespace pe {
 class KvGroup {
  public:
   explicit KvGroup(const pe_kv_desc& desc);  // throws Error(PE_REQUEST)
-  void reserve(int32_t blocks);              // grows; new blocks are zero
-  int32_t blocks() const { return static_cast<int32_t>(pool_.size()); }
+  void reserve(int32_t blocks);              // grows; new blocks are zero, and side by side
+  int32_t blocks() const { return static_cast<int32_t>(blocks_.size()); }
   size_t block_bytes() const { return layer_bytes_ * static_cast<size_t>(desc_.layers); }
   const pe_kv_desc& desc() const { return desc_; }
   int32_t v_stride() const { return v_stride_; }
 
-  // K is [k_dim][32], V is [32][v_stride]
+  // K is [k_dim][32], V is [32][v_stride]. int8: K [k_dim / 4][32][4], scales [32]; V scales [32], [8][v_stride][4].
   uint8_t* k(int32_t block, int32_t layer, int32_t head) const {
-    return pool_[static_cast<size_t>(block)].data() + layer_bytes_ * static_cast<size_t>(layer) +
+    return blocks_[static_cast<size_t>(block)] + layer_bytes_ * static_cast<size_t>(layer) +
            head_bytes_ * static_cast<size_t>(head);
   }
   uint8_t* v(int32_t block, int32_t layer, int32_t head) const { return k(block, layer, head) + k_bytes_; }
@@ -29,7 +29,8 @@ class KvGroup {
   pe_kv_desc desc_;
   int32_t v_stride_;
   size_t k_bytes_, head_bytes_, layer_bytes_;
-  std::vector<Memory> pool_;
+  std::vector<Memory> pool_;      // one piece per growth
+  std::vector<uint8_t*> blocks_;  // into it
 };
 
 }  // namespace pe

@@ -147,7 +147,7 @@ void Program::plan_small_batches() {
 // Scratch of one thread. Three users at different times: an unpacked panel behind a chunk of results (linear, FFN,
 // lm_head), a normed row, attention; and sampling's copy of a row.
 void Program::plan_scratch() {
-  size_t bytes = 0, columns = 0;
+  size_t bytes = 0, columns = 0, digit_bytes = 0;
   for (Op& op : ops_) {
     for (const Packed* w : {op.weight, op.weight2})
       if (w) columns = std::max(columns, static_cast<size_t>(w->padded_cols));
@@ -165,6 +165,7 @@ void Program::plan_scratch() {
     max_rows_ = std::max(max_rows_, int64_t{tilings_[i].tile_tokens} * ratio);
     max_v_stride_ = std::max(max_v_stride_, int64_t{op.kv->v_stride()});
     split_heads_ = std::max(split_heads_, int64_t{op.d.kv_heads});
+    if (op.kv->desc().dtype == PE_KV_INT8) digit_bytes = std::max(digit_bytes, q_digit_bytes(op.d.head_dim));
   }
   const size_t results = static_cast<size_t>(max_tokens_ + kTileTokens) * 8 * kPanel * 4;
   bytes = align_up(columns * kPanel, kAlign) + results;
@@ -173,7 +174,8 @@ void Program::plan_scratch() {
   const size_t rows = static_cast<size_t>(max_rows_);
   scores_offset_ = 0;
   acc_offset_ = rows * kPartition * 4;
-  rows_offset_ = acc_offset_ + 2 * rows * static_cast<size_t>(max_v_stride_) * 4;
+  digits_offset_ = acc_offset_ + 2 * rows * static_cast<size_t>(max_v_stride_) * 4;
+  rows_offset_ = digits_offset_ + rows * digit_bytes;
   bytes = std::max(bytes, rows_offset_ + rows * (8 + 4 * 6));
   scratch_bytes_ = align_up(bytes, 4096);
 }

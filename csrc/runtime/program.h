@@ -116,8 +116,9 @@ class Program {
 
   // attention.cc
   void attention(const Op& op, int thread);
-  void attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, float* max, float* sum,
-                        float* acc, int thread);
+  AttentionArgs tile_rows(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
+  void attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, AttentionArgs& args,
+                        float* max, float* sum, float* acc);
   void attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
   void merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
 
@@ -143,7 +144,7 @@ class Program {
   Memory arena_;
   uint8_t* scratch_ = nullptr;  // per thread
   size_t scratch_bytes_ = 0;
-  size_t scores_offset_ = 0, acc_offset_ = 0, rows_offset_ = 0;
+  size_t scores_offset_ = 0, acc_offset_ = 0, digits_offset_ = 0, rows_offset_ = 0;
   int64_t max_rows_ = 1, max_v_stride_ = kPanel;
   Memory partials_;  // of partitions in decode; grows with the context
   int64_t split_heads_ = 1;
@@ -166,6 +167,11 @@ class Program {
 
 uint64_t now_ns();
 void shape(Buffer& b, int64_t rows);  // plan.cc
+
+// A row of attention's q as digits for an int8 cache (attention_int8-inl.h): two per column, then 12 bytes.
+constexpr size_t q_digit_bytes(int32_t head_dim) {
+  return align_up(2 * align_up(static_cast<size_t>(head_dim), kPanel) + 12, kAlign);
+}
 
 // sampler.cc: one row; `work` has 2 * n floats. Returns the id; -1 if nothing can be chosen.
 int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 QUANTS = ("none", "f32", "bf16", "int8", "int4")
 INT4_SCHEMES = ("minimum", "symmetric")
-KV_DTYPES = ("bf16", "f32")
+KV_DTYPES = ("bf16", "f32", "int8")
 
 
 class Parser(argparse.ArgumentParser):

@@ -169,6 +169,7 @@ def test_the_library_says_what_the_extension_says(c: Client) -> None:
 
 def test_enums_of_the_extension_are_those_of_the_header(c: Client) -> None:
     prefixes = {_core.Format: "PE_", _core.OpKind: "PE_OP_", _core.Stage: "PE_STAGE_", _core.Activation: "PE_"}
+    prefixes[_core.KvDtype] = "PE_KV_"
     for enum, prefix in prefixes.items():
         for name, member in enum.__members__.items():
             assert getattr(c.lib, prefix + name) == int(member), name
@@ -426,12 +427,17 @@ def test_rope_tables_and_kv_groups(c: Client, backend: Any) -> None:
         c.bad(lib.pe_rope_set(backend, i32, table, positions, dim), REQUEST, "rope table of")
     i32[0] = 9
     c.bad(lib.pe_rope_set(backend, i32, table, 4, 8), REQUEST, "rope table 9 does not exist")
-    good = {"layers": 2, "kv_heads": 3, "k_dim": 8, "v_dim": 24, "dtype": lib.PE_SRC_BF16}
+    good = {"layers": 2, "kv_heads": 3, "k_dim": 8, "v_dim": 24, "dtype": lib.PE_KV_BF16}
     c.good(lib.pe_kv_create(backend, c.struct("pe_kv_desc", **good), i32))
     c.good(lib.pe_kv_block_bytes(backend, i32[0], size))
     assert size[0] == 2 * 3 * 32 * (8 + 32) * 2  # values are padded to 32 columns
     c.good(lib.pe_kv_reserve(backend, i32[0], 5))
     c.bad(lib.pe_kv_reserve(backend, 7, 5), REQUEST, "KV group 7 does not exist")
     c.bad(lib.pe_kv_create(backend, c.struct("pe_kv_desc", **{**good, "layers": 0}), i32), REQUEST, "0 layers")
-    half = c.struct("pe_kv_desc", **{**good, "dtype": lib.PE_SRC_F16})
-    c.bad(lib.pe_kv_create(backend, half, i32), UNSUPPORTED, "KV dtype 2")
+    for dtype in (-1, 3):
+        other = c.struct("pe_kv_desc", **{**good, "dtype": dtype})
+        c.bad(lib.pe_kv_create(backend, other, i32), UNSUPPORTED, f"KV dtype {dtype}")
+    int8 = c.struct("pe_kv_desc", **{**good, "k_dim": 6, "dtype": lib.PE_KV_INT8})
+    c.good(lib.pe_kv_create(backend, int8, i32))
+    c.good(lib.pe_kv_block_bytes(backend, i32[0], size))
+    assert size[0] == 2 * 3 * 32 * ((8 + 4) + (32 + 4))  # keys are padded to 4 columns; a scale each

@@ -74,7 +74,7 @@ def argmax_chain(engine: pyengine.Engine, prompt: list[int], count: int) -> list
         ({"quant": "int8", "group_size": 32}, pyengine.RequestError),
         ({"quant": "bf16", "group_size": 64}, pyengine.RequestError),
         ({"quant": "int4", "int4_scheme": "odd"}, pyengine.RequestError),
-        ({"kv_dtype": "int8"}, pyengine.RequestError),
+        ({"kv_dtype": "int4"}, pyengine.RequestError),
         ({"threads": 0}, pyengine.RequestError),
         ({"threads": -1}, pyengine.RequestError),
         ({"threads": 10**6}, pyengine.RequestError),

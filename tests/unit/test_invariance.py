@@ -30,6 +30,8 @@ MORE_FORMATS: dict[str, dict[str, Any]] = {  # run on one family each
     "int4_symmetric_128": {"quant": "int4", "group_size": 128, "int4_scheme": "symmetric"},
     "f32_bf16_cache": {"quant": "f32", "kv_dtype": "bf16"},
     "int8_f32_cache": {"quant": "int8", "kv_dtype": "f32"},
+    "f32_int8_cache": {"quant": "f32", "kv_dtype": "int8"},
+    "int4_int8_cache": {"quant": "int4", "kv_dtype": "int8"},
 }
 LENGTH = 70  # over two KV blocks; the long case below crosses a partition of 256 keys
 CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7")
@@ -99,18 +101,19 @@ def test_a_batch_of_eight_changes_no_bit(load: Any, fmt: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "scalar"])
+@pytest.mark.parametrize("fmt", ["int8", "int4_int8_cache"])
 @pytest.mark.parametrize("case", ["llama", "mistral_window"])
-def test_contexts_over_several_partitions(load: Any, case: str, isa: str) -> None:
+def test_contexts_over_several_partitions(load: Any, case: str, fmt: str, isa: str) -> None:
     """Decode splits over partitions of 256 keys, prefill walks them: the same bits, also around the borders."""
     ids = ids_of(530)
-    one, three = load(case, isa, "int8"), load(case, isa, "int8", 3)
+    one, three = load(case, isa, fmt), load(case, isa, fmt, 3)
     rows = [0, 254, 255, 256, 257, 511, 512, 513, 529]
     expected = one.logits(ids, rows)
     for engine, chunk in ((one, 1), (three, 1), (three, 7), (three, 64)):
         np.testing.assert_array_equal(engine.logits(ids, rows, chunk=chunk), expected, err_msg=f"chunk {chunk}")
 
 
-@pytest.mark.parametrize("fmt", ["f32", "bf16", "int4_minimum_32"])
+@pytest.mark.parametrize("fmt", ["f32", "bf16", "int4_minimum_32", "f32_int8_cache"])
 @pytest.mark.parametrize("case", ["qwen3", "wide_window"])
 def test_a_long_batch_of_decode_steps_changes_no_bit(load: Any, case: str, fmt: str) -> None:
     """Eight sequences, some past one or two partitions: their decode steps run together, then ragged with prefills."""
@@ -166,7 +169,7 @@ def test_fusion_happens_where_it_can(load: Any) -> None:
     assert "QKV_ROPE_APPEND" not in apart  # heads of 24 share panels
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", [*FORMATS, "f32_int8_cache"])
 def test_isas_agree(load: Any, fmt: str) -> None:
     """Every ISA adds the same 16 lanes in the same order, so even floats agree to the bit."""
     ids = ids_of(40)

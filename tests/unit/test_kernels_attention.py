@@ -61,7 +61,76 @@ def test_bfloat16_cache_rounds_k_and_v_to_nearest(isa: str) -> None:
         assert_close(y, oracle(q, k, v)[0], bound, "not rounded")
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def int8_oracle(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The float64 result over K and V as an int8 cache holds them, and the bound on top of float32's.
+
+    q is rounded to max |q| / 32512, half of which times |k| may be wrong in a score. The weights of a partition, times
+    the scale of V, are rounded in the same way to their maximum, and each meets at most 127 steps of V.
+    """
+    heads, dim, start = q.shape[1], q.shape[2], len(k) - len(q)
+    k8, v8 = reference.round_int8(k), reference.round_int8(v)
+    exact, bound = oracle(q, k8, v8, window)
+    ratio = heads // k.shape[1]
+    delta = np.abs(q).max() / 65024 * np.abs(k8).sum(axis=2).max() * dim**-0.5
+    bounds = np.full(q.shape, bound + 2 * delta * float(np.abs(v8).max()))
+    scales = np.abs(v).max(axis=2) / 127
+    for t, h in np.ndindex(len(q), heads):
+        seen = np.arange(max(0, start + t + 1 - window) if window else 0, start + t + 1)
+        scores = k8[seen, h // ratio].astype(np.float64) @ q[t, h] * dim**-0.5
+        weights = np.exp(scores - scores.max())
+        weights *= scales[seen, h // ratio] / weights.sum()
+        for partition in np.unique(seen // 256):
+            inside = weights[seen // 256 == partition]
+            bounds[t, h] += len(inside) * inside.max() * 127 / 65024 * (1 + 4 * delta)
+    return exact, bounds
+
+
+@by_isa
+@pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (3, 16), (5, 24), (7, 80), (12, 32), (2, 1), (1, 33), (6, 128)])
+def test_int8_cache_rounds_k_and_v_per_token_and_head(isa: str, ratio: int, dim: int) -> None:
+    for seed, (keys, tokens, window) in enumerate(SHAPES):
+        q, k, v = qkv(seed, tokens, keys, 2 * ratio, 2, dim)
+        k[:, 1] *= 3  # a head is rounded by its own scale
+        v[::3] *= 7  # and so is a token
+        expected, bound = int8_oracle(q, k, v, window)
+        y = kernels.attention(q, k, v, window=window, kv_dtype="int8", threads=1, isa=isa)
+        assert_close(y, expected, bound, f"{keys} keys, {tokens} queries, window {window}")
+        if keys == 300 and dim > 1:
+            with pytest.raises(AssertionError, match="out of bound"):
+                assert_close(y, oracle(q, k, v, window)[0], bound, "not rounded")
+
+
+@by_isa
+def test_int8_cache_of_extreme_values(isa: str) -> None:
+    q, k, v = qkv(45, 9, 300, 6, 2, 24)
+    y = kernels.attention(q, k * 0, v, kv_dtype="int8", threads=1, isa=isa)
+    assert_close(y, *int8_oracle(q, k * 0, v), "keys of zeros")
+    zero = kernels.attention(q, k, v * 0, kv_dtype="int8", threads=1, isa=isa)
+    assert not zero.any(), "values of zeros"
+    for tiny in (kernels.attention(q, k, np.full_like(v, 1e-40), kv_dtype="int8", threads=2, isa=isa),):
+        assert np.abs(tiny).max() <= TINY
+    huge = kernels.attention(q * 1e4, k * 1e4, v * 1e30, kv_dtype="int8", threads=1, isa=isa)
+    assert np.isfinite(huge).all()
+
+
+@by_isa
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_inf_in_an_int8_cache_reach_exactly_the_rows_that_see_them(isa: str, bad: float) -> None:
+    q, k, v = qkv(47, 40, 300, 6, 2, 24)
+    clean = kernels.attention(q, k, v, window=20, kv_dtype="int8", threads=1, isa=isa)
+    for array in (k, v):
+        kept = array[270, 1, 5]
+        array[270, 1, 5] = bad  # queries at 270 .. 289 see it, those of the second KV head
+        y = kernels.attention(q, k, v, window=20, kv_dtype="int8", threads=1, isa=isa)
+        array[270, 1, 5] = kept
+        assert np.isnan(y[10:30, 3:]).all()
+        y[10:30, 3:] = clean[10:30, 3:]
+        assert_same_bits(y, clean, "the others")
+
+
+@pytest.mark.parametrize("kv_dtype", kernels.KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 40])
 def test_threads_and_instruction_sets_give_the_same_bits(kv_dtype: str, window: int | None) -> None:
     """Blocks are filled by several threads at once here, so every count runs more than once."""
@@ -76,12 +145,14 @@ def test_threads_and_instruction_sets_give_the_same_bits(kv_dtype: str, window: 
 
 
 @by_isa
+@pytest.mark.parametrize("kv_dtype", kernels.KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 33])
-def test_decode_and_any_chunk_give_the_bits_of_the_whole_prompt(isa: str, window: int | None) -> None:
+def test_decode_and_any_chunk_give_the_bits_of_the_whole_prompt(isa: str, kv_dtype: str, window: int | None) -> None:
     q, k, v = qkv(60, 290, 290, 3, 1, 16)
-    whole = kernels.attention(q, k, v, window=window, threads=2, isa=isa)
+    whole = kernels.attention(q, k, v, window=window, kv_dtype=kv_dtype, threads=2, isa=isa)
     for end, tokens in ((1, 1), (32, 32), (33, 1), (100, 7), (256, 9), (257, 1), (258, 8), (290, 33), (290, 1)):
-        part = kernels.attention(q[end - tokens : end], k[:end], v[:end], window=window, threads=2, isa=isa)
+        given = (q[end - tokens : end], k[:end], v[:end])
+        part = kernels.attention(*given, window=window, kv_dtype=kv_dtype, threads=2, isa=isa)
         assert_same_bits(part, whole[end - tokens : end], f"{tokens} tokens up to {end}")
 
 
@@ -128,7 +199,7 @@ def test_attention_arguments_that_do_not_fit() -> None:
         (lambda: kernels.attention(q[:, :5], k, v), "a divisor of 5"),
         (lambda: kernels.attention(q, k[..., :8], v[..., :8]), "16"),
         (lambda: kernels.attention(q, k, v, window=0), "window 0"),
-        (lambda: kernels.attention(q, k, v, kv_dtype="int8"), "kv_dtype 'int8'"),
+        (lambda: kernels.attention(q, k, v, kv_dtype="int4"), "kv_dtype 'int4'"),
         (lambda: kernels.attention(q[0], k, v), "q has shape"),
     ):
         with pytest.raises(RequestError, match=says):

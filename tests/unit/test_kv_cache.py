@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import write_tiny_model
+from builders import tiny_tensors, write_tiny_model
 from compare import assert_same_bits
 from golden.golden_cases import CONFIGS
 
@@ -15,6 +15,7 @@ import pyengine
 from pyengine._core import KV_BLOCK
 from pyengine.errors import RequestError
 from pyengine.kv_cache import KvPool, Sequence
+from pyengine.reference import ReferenceCache, load_reference
 
 VOCAB = 97
 CONFIG = {**CONFIGS["qwen2_window"], "max_position_embeddings": 1024}  # two layers without and two with a window of 8
@@ -187,3 +188,37 @@ def test_a_bfloat16_cache_takes_half(tmp_path: Path, engine: pyengine.Engine) ->
         ids = ids_of(60)
         difference = np.abs(half.logits(ids) - engine.logits(ids)).max()
         assert 0 < difference < 0.1
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen2_large_bias", "qwen3", "llama_head_dim", "mistral_window"])
+def test_an_int8_cache_rounds_as_the_reference_does(tmp_path: Path, case: str) -> None:
+    """The rounding shows in the logits, and little beside it: a value halfway between two steps may fall otherwise."""
+    config = CONFIGS[case.removesuffix("_large_bias")]
+    tensors = tiny_tensors(config, seed=6)
+    if case.endswith("_large_bias"):
+        for bias in (b for name, b in tensors.items() if name.endswith("k_proj.bias")):
+            bias[3::11] *= 60
+    write_tiny_model(tmp_path, config, tensors=tensors)
+    ids = ids_of(60)
+    model = load_reference(tmp_path)
+    with pyengine.load(tmp_path, quant="f32", kv_dtype="int8") as one:
+        a = one.spec.layers[0].attention
+        values = -(-a.head_dim // 16) * 16
+        assert one.pool.bytes_per_token == one.spec.num_layers * a.num_kv_heads * (a.head_dim + values + 8)
+        ours = one.logits(ids)
+    rounded = model.forward(ids, cache=ReferenceCache("int8"))
+    distance = np.abs(rounded - model.forward(ids)).mean()
+    assert 0 < distance < 0.5
+    assert np.abs(ours - rounded).mean() < distance / 8
+
+
+def test_what_an_earlier_sequence_left_shows_nowhere_in_an_int8_cache(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, CONFIG, seed=6)
+    ids = ids_of(70)
+    with pyengine.load(tmp_path, quant="f32", kv_dtype="int8") as one:
+        first = one.logits(ids)
+        one.logits(ids_of(300, seed=9))
+        for free in one.pool.free:
+            free.reverse()
+        assert_same_bits(one.logits(ids), first, "in used blocks")
+        assert_same_bits(one.logits(ids, chunk=1), first, "in used blocks, token by token")

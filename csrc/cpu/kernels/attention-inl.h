@@ -9,12 +9,30 @@ namespace {
 
 template <int DTYPE>
 inline F load_kv(const uint8_t* p, int64_t i) {
-  return DTYPE == PE_SRC_F32 ? simd::load(reinterpret_cast<const float*>(p) + i)
-                             : simd::load_bf16(reinterpret_cast<const uint16_t*>(p) + i);
+  return DTYPE == PE_KV_F32 ? simd::load(reinterpret_cast<const float*>(p) + i)
+                            : simd::load_bf16(reinterpret_cast<const uint16_t*>(p) + i);
 }
 
+// Calls pass.operator()<R>(row) over all rows, in as few passes as R <= MAX allows and of sizes as equal as can be.
+template <int MAX, class Pass>
+inline void one_pass(int rows, int row, Pass&& pass) {
+  if (rows == MAX) return pass.template operator()<MAX>(row);
+  if constexpr (MAX > 1) one_pass<MAX - 1>(rows, row, pass);
+}
+
+template <int MAX, class Pass>
+inline void each_pass(int rows, Pass&& pass) {
+  for (int row = 0, n; row < rows; row += n) {
+    const int passes = (rows - row + MAX - 1) / MAX;
+    n = (rows - row + passes - 1) / passes;
+    one_pass<MAX>(n, row, pass);
+  }
+}
+
+// next: what is read after this block, of the same size; it is asked for while this block is computed
 template <int DTYPE, int R>
-void score_rows(const AttentionArgs& a, int row, const uint8_t* block, float* out) {
+void score_rows(const AttentionArgs& a, int row, const uint8_t* block, const uint8_t* next, float* out) {
+  constexpr int64_t kLine = kKvBlock * (DTYPE == PE_KV_F32 ? 4 : 2);  // bytes of one column of K
   const float* q[R];
   F low[R], high[R];
   PE_UNROLL for (int r = 0; r < R; ++r) {
@@ -22,6 +40,8 @@ void score_rows(const AttentionArgs& a, int row, const uint8_t* block, float* ou
     low[r] = high[r] = simd::zero();
   }
   for (int64_t d = 0; d < a.k_dim; ++d) {
+    if (row == 0)
+      for (int64_t i = 0; i < kLine; i += 64) simd::prefetch(next + d * kLine + i);
     const F k0 = load_kv<DTYPE>(block, d * kKvBlock), k1 = load_kv<DTYPE>(block, d * kKvBlock + 16);
     PE_UNROLL for (int r = 0; r < R; ++r) {
       const F x = simd::set1(q[r][d]);
@@ -38,16 +58,20 @@ void score_rows(const AttentionArgs& a, int row, const uint8_t* block, float* ou
 
 template <int DTYPE, int R, int C>
 void value_rows(const AttentionArgs& a, int row, int64_t column, int first, int last) {
+  constexpr int64_t kElement = DTYPE == PE_KV_F32 ? 4 : 2;
   F acc[R][C];
   PE_UNROLL for (int r = 0; r < R; ++r) PE_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = simd::zero();
   const float* weights = a.scores + row * kPartition;
   for (int b = first / kKvBlock; b * kKvBlock < last; ++b) {
     const int begin = b * kKvBlock < first ? first : b * kKvBlock;
     const int end = (b + 1) * kKvBlock < last ? (b + 1) * kKvBlock : last;
+    const uint8_t* next = a.v_blocks[(b + 1) * kKvBlock < last ? b + 1 : b];
     for (int k = begin; k < end; ++k) {
+      const int64_t at = (k - b * kKvBlock) * static_cast<int64_t>(a.v_stride) + column;
+      if (row == 0)
+        for (int64_t i = 0; i < 16 * C * kElement; i += 64) simd::prefetch(next + at * kElement + i);
       F v[C];
-      PE_UNROLL for (int c = 0; c < C; ++c) v[c] =
-          load_kv<DTYPE>(a.v_blocks[b], (k - b * kKvBlock) * static_cast<int64_t>(a.v_stride) + column + 16 * c);
+      PE_UNROLL for (int c = 0; c < C; ++c) v[c] = load_kv<DTYPE>(a.v_blocks[b], at + 16 * c);
       PE_UNROLL for (int r = 0; r < R; ++r) {
         const F w = simd::set1(weights[r * kPartition + k]);
         PE_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = simd::fma(w, v[c], acc[r][c]);
@@ -94,39 +118,43 @@ inline void softmax_row(float* s, int begin, int end, int first, int last, float
 template <int DTYPE>
 void attention_partition(const AttentionArgs& a) {
   const int base = a.partition * kPartition;
+  const auto begin_of = [&](int r) { return a.key_begin[r] > base ? a.key_begin[r] - base : 0; };
+  const auto end_of = [&](int r) { return a.key_end[r] - base < kPartition ? a.key_end[r] - base : kPartition; };
   int first = kPartition, last = 0;  // wanted keys of any row, relative to the partition
   for (int r = 0; r < a.rows; ++r) {
-    const int begin = a.key_begin[r] > base ? a.key_begin[r] - base : 0;
-    const int end = a.key_end[r] - base < kPartition ? a.key_end[r] - base : kPartition;
-    if (begin >= end) continue;
-    if (begin < first) first = begin;
-    if (end > last) last = end;
+    if (begin_of(r) >= end_of(r)) continue;
+    if (begin_of(r) < first) first = begin_of(r);
+    if (end_of(r) > last) last = end_of(r);
   }
   const int low = first / kKvBlock * kKvBlock, high = (last + kKvBlock - 1) / kKvBlock * kKvBlock;
-  constexpr int S = simd::kScoreRows;
   for (int b = low / kKvBlock; b * kKvBlock < high; ++b) {
-    int r = 0;
+    const uint8_t* next = (b + 1) * kKvBlock < high ? a.k_blocks[b + 1] : a.v_blocks[low / kKvBlock];
     float* out = a.scores + b * kKvBlock;
-    for (; r + S <= a.rows; r += S) score_rows<DTYPE, S>(a, r, a.k_blocks[b], out + r * kPartition);
-    for (; r + 2 <= a.rows; r += 2) score_rows<DTYPE, 2>(a, r, a.k_blocks[b], out + r * kPartition);
-    for (; r < a.rows; ++r) score_rows<DTYPE, 1>(a, r, a.k_blocks[b], out + r * kPartition);
+    if constexpr (DTYPE == PE_KV_INT8)
+      each_pass<simd::kByteRows>(
+          a.rows, [&]<int R>(int row) { score_rows_int8<R>(a, row, a.k_blocks[b], next, out + row * kPartition); });
+    else
+      each_pass<simd::kScoreRows>(
+          a.rows, [&]<int R>(int row) { score_rows<DTYPE, R>(a, row, a.k_blocks[b], next, out + row * kPartition); });
   }
   for (int r = 0; r < a.rows; ++r) {
-    const int begin = a.key_begin[r] > base ? a.key_begin[r] - base : 0;
-    const int end = a.key_end[r] - base < kPartition ? a.key_end[r] - base : kPartition;
-    softmax_row(a.scores + r * kPartition, begin, end, low, high, a.max_out + r, a.sum_out + r);
+    float* s = a.scores + r * kPartition;
+    softmax_row(s, begin_of(r), end_of(r), low, high, a.max_out + r, a.sum_out + r);
+    if (DTYPE == PE_KV_INT8) weight_digits(a, s, begin_of(r), end_of(r), low, high);
   }
-  constexpr int V = simd::kValueRows;
-  int r = 0;
-  for (; r + V <= a.rows; r += V) value_columns<DTYPE, V>(a, r, first, last);
-  for (; r < a.rows; ++r) value_columns<DTYPE, 1>(a, r, first, last);
+  if constexpr (DTYPE == PE_KV_INT8)
+    each_pass<simd::kByteRows>(a.rows, [&]<int R>(int row) { value_columns_int8<R>(a, row, first, last); });
+  else
+    each_pass<simd::kValueRows>(a.rows, [&]<int R>(int row) { value_columns<DTYPE, R>(a, row, first, last); });
 }
 
 void attention(const AttentionArgs* args) {
-  if (args->dtype == PE_SRC_F32)
-    attention_partition<PE_SRC_F32>(*args);
+  if (args->dtype == PE_KV_F32)
+    attention_partition<PE_KV_F32>(*args);
+  else if (args->dtype == PE_KV_BF16)
+    attention_partition<PE_KV_BF16>(*args);
   else
-    attention_partition<PE_SRC_BF16>(*args);
+    attention_partition<PE_KV_INT8>(*args);
 }
 
 // acc = acc * exp(max - m) + other * exp(other_max - m), m the larger maximum
@@ -156,12 +184,13 @@ inline uint16_t float_to_bf16(float x) {  // nearest even; NaN stays NaN
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// K block [dim][32], V block [32][stride]. What an earlier owner left in other slots is never used: scores of keys
-// outside a row's range are overwritten, and values are read only of keys that some row of the tile wants. So the
-// tokens of a block may be stored in any order, by any threads.
+// K block [dim][32], V block [32][stride]; int8: docs/packed_formats.md. What an earlier owner left in other slots is
+// never used: scores of keys outside a row's range are overwritten, and values are read only of keys that some row of
+// the tile wants. So the tokens of a block may be stored in any order, by any threads.
 void store_k(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype) {
+  if (dtype == PE_KV_INT8) return store_k_int8(k, block, slot, dim);
   for (int32_t d = 0; d < dim; ++d) {
-    if (dtype == PE_SRC_F32)
+    if (dtype == PE_KV_F32)
       reinterpret_cast<float*>(block)[d * kKvBlock + slot] = k[d];
     else
       reinterpret_cast<uint16_t*>(block)[d * kKvBlock + slot] = float_to_bf16(k[d]);
@@ -169,8 +198,9 @@ void store_k(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t 
 }
 
 void store_v(const float* v, uint8_t* block, int32_t slot, int32_t dim, int32_t stride, int32_t dtype) {
+  if (dtype == PE_KV_INT8) return store_v_int8(v, block, slot, dim, stride);
   for (int32_t d = 0; d < dim; ++d) {
-    if (dtype == PE_SRC_F32)
+    if (dtype == PE_KV_F32)
       reinterpret_cast<float*>(block)[slot * stride + d] = v[d];
     else
       reinterpret_cast<uint16_t*>(block)[slot * stride + d] = float_to_bf16(v[d]);

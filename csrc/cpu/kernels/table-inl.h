@@ -13,15 +13,16 @@ using namespace pe;
 #include "cpu/kernels/math-inl.h"
 #include "cpu/kernels/rows-inl.h"
 #include "cpu/kernels/linear-inl.h"
+#include "cpu/kernels/attention_int8-inl.h"
 #include "cpu/kernels/attention-inl.h"
 #include "cpu/kernels/pack-inl.h"
 // clang-format on
 
-#define PE_KERNEL_TABLE(symbol)                                                                              \
-  namespace pe {                                                                                             \
-  extern const KernelTable symbol;                                                                           \
-  constexpr KernelTable kTable_##symbol = {simd::kName, simd::kTile, rms_norm, quantize, linear,    ::add,   \
-                                           act_mul,     rope,        store_k,  store_v,  attention, ::merge, \
-                                           divide,      gather_row,  argmax,   sum_exp,  pack_panel};        \
-  const KernelTable symbol = kTable_##symbol;                                                                \
+#define PE_KERNEL_TABLE(symbol)                                                                                      \
+  namespace pe {                                                                                                     \
+  extern const KernelTable symbol;                                                                                   \
+  constexpr KernelTable kTable_##symbol = {simd::kName, simd::kTile, rms_norm,   quantize, linear,      ::add,       \
+                                           act_mul,     rope,        store_k,    store_v,  attention_q, attention,   \
+                                           ::merge,     divide,      gather_row, argmax,   sum_exp,     pack_panel}; \
+  const KernelTable symbol = kTable_##symbol;                                                                        \
   }

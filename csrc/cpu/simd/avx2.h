@@ -21,6 +21,7 @@ constexpr int kFloatPanels = 2;
 constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
 constexpr int kValueColumns = 2;
+constexpr int kByteRows = 1;
 constexpr bool kSignedBytes = true;  // dot4_u8 removes the 128 itself: vpmaddubsw would saturate on the stored byte
 constexpr const char* kName = "avx2";
 

@@ -15,8 +15,9 @@ using B = __m512i;  // 64 bytes: lane r holds bytes 4 r .. 4 r + 3
 constexpr int kTile = 12;        // tokens in a GEMM tile
 constexpr int kFloatPanels = 4;  // the same for float weights, whose chains are longer
 constexpr int kScoreRows = 6;    // query rows that share a load of K
-constexpr int kValueRows = 4;    // query rows and 16-column groups that share a load of V
+constexpr int kValueRows = 6;    // query rows and 16-column groups that share a load of V
 constexpr int kValueColumns = 4;
+constexpr int kByteRows = 3;  // query rows that share a load of an int8 K or V: gcc doubles accumulators of dot4
 constexpr bool kSignedBytes = false;  // dot4_u8 takes the stored byte (value + 128) and needs the sum correction
 constexpr const char* kName = "avx512vnni";
 

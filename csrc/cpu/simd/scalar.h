@@ -23,6 +23,7 @@ constexpr int kFloatPanels = 2;
 constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
 constexpr int kValueColumns = 2;
+constexpr int kByteRows = 1;
 constexpr bool kSignedBytes = false;
 constexpr const char* kName = "scalar";
 
