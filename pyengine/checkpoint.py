@@ -133,6 +133,13 @@ class Checkpoint:
             self._files[info.file].read_into(raw[at].view(np.uint8).data, offset)
         return _as_float32(raw)
 
+    def identity(self) -> list[tuple[str, int, int, str]]:
+        """What the files were when they were opened: real path, bytes, time of change in ns, SHA-256 of the header."""
+        return [
+            (os.path.realpath(file.path), file.size, file.identity[3], file.header_sha256)
+            for file in self._files.values()
+        ]
+
     def verify_unchanged(self) -> None:
         """ModelFormatError if a file is no longer what was opened: its inode, size or time of change."""
         for file in self._files.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import sys
 import threading
 import time
 import weakref
@@ -30,7 +31,8 @@ from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import ModelSpec, RopeSpec
 from pyengine.tokenizer import Tokenizer
-from pyengine.weights import load_weights
+from pyengine.weights import Progress
+from pyengine.weights_cache import DEFAULT_LIMIT_BYTES, WeightsCache, load_through
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -88,7 +90,7 @@ class Engine:
     """
 
     def __init__(
-        self, folder: Path, arguments: dict[str, Any], progress: Callable[[int, int, str], None] | None
+        self, folder: Path, arguments: dict[str, Any], progress: Progress | None, log: Callable[[str], None]
     ) -> None:
         started = time.perf_counter()
         self.folder = folder
@@ -113,13 +115,14 @@ class Engine:
             self.backend = Backend(arguments["threads"] or 0, arguments["isa"] or "")
             self.isa, self.threads = self.backend.isa, self.backend.threads
             self._check_memory(checkpoint)
-            observe = self._calibrator(checkpoint, arguments["calibration"])
-            self.weights = load_weights(
+            self.weights = load_through(
+                WeightsCache(arguments["cache_limit"], log) if arguments["cache"] else None,
                 self.backend,
                 checkpoint,
                 self.spec,
                 self.quantization,
-                observe,
+                self._calibration_ids(arguments["calibration"]),
+                lambda ids: Calibrator(checkpoint, self.spec, ids, threads=self.threads, isa=self.isa),
                 progress,
                 prepare=balance_keys if self.kv_dtype == "int8" else None,
                 strict=arguments["strict"],
@@ -151,15 +154,14 @@ class Engine:
                 "expected a smaller model or format"
             )
 
-    def _calibrator(self, checkpoint: Checkpoint, wanted: bool) -> Calibrator | None:
+    def _calibration_ids(self, wanted: bool) -> list[int] | None:
         if not wanted or not self.quantization.searches:
             return None
         if self.tokenizer is None:
             self.notes.append("no tokenizer: scales are searched without calibration")
             return None
         text = (importlib.resources.files("pyengine") / "data" / "calibration.txt").read_text(encoding="utf-8")
-        ids = self.tokenizer.encode(text)[:CALIBRATION_TOKENS]
-        return Calibrator(checkpoint, self.spec, ids, threads=self.threads, isa=self.isa)
+        return self.tokenizer.encode(text)[:CALIBRATION_TOKENS]
 
     def build(self, *, hooks: Hooks | None = None, fused: bool = True, timed: bool = True) -> BuiltProgram:
         """A program over this engine's weights: with taps and masks, unfused, or without timers."""
@@ -387,12 +389,17 @@ class _Running:
         self.engine._lock.release()
 
 
+def say(text: str) -> None:
+    """One line on stderr: what was written to disk, or is damaged there, is said even where nobody asked."""
+    print(f"pyengine: {text}", file=sys.stderr, flush=True)
+
+
 def nobody() -> None:
     """The stream that is timed where none is."""
 
 
 def _reload(folder: str, arguments: dict[str, Any]) -> Engine:
-    return Engine(Path(folder), arguments, None)
+    return Engine(Path(folder), arguments, None, say)
 
 
 def check_device(device: str) -> str:
@@ -436,7 +443,10 @@ def load(
     calibration: bool = True,
     strict: bool = False,
     offline: bool = False,
-    progress: Callable[[int, int, str], None] | None = None,
+    cache: bool = True,
+    cache_limit: int = DEFAULT_LIMIT_BYTES,
+    progress: Progress | None = None,
+    log: Callable[[str], None] = say,
 ) -> Engine:
     """Load a folder or a hub model "org/name".
 
@@ -444,8 +454,10 @@ def load(
     int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16", "f32" (the default with quant="f32") or "int8" (half of
     bf16). threads: None = PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA,
     else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight int4's errors with E[x^2] of a short
-    text. strict: unknown config keys and weights that are all zero are errors. progress: called with (done, total,
-    what).
+    text. strict: unknown config keys and weights that are all zero are errors. cache: read packed weights that an
+    earlier load left on disk, and leave them where this one took over 2 s; cache_limit: bytes that such files may take
+    in all. progress: called with (done, total, what). log: called with a line about the cache's files; default: to
+    stderr.
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
     if threads is None and os.environ.get("PYENGINE_THREADS"):
@@ -470,8 +482,12 @@ def load(
         "isa": isa or os.environ.get("PYENGINE_ISA") or None,
         "calibration": calibration,
         "strict": strict,
+        "cache": cache,
+        "cache_limit": cache_limit,
     }
-    for name in ("calibration", "strict"):
+    if not is_integer(cache_limit) or cache_limit < 0:
+        raise RequestError(f"cache limit {cache_limit!r}; expected bytes, 0 or more")
+    for name in ("calibration", "strict", "cache"):
         if not isinstance(arguments[name], bool):
             raise RequestError(f"{name} {arguments[name]!r}; expected True or False")
-    return Engine(hub.resolve(os.fsdecode(model), offline=offline), arguments, progress)
+    return Engine(hub.resolve(os.fsdecode(model), offline=offline), arguments, progress, log)

@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 
+def weights_cache_dir() -> Path:
+    """Where packed weights are kept. Not created here."""
+    return cache_dir() / "weights"
+
+
 def cache_dir() -> Path:
     """$PYENGINE_CACHE, else $XDG_CACHE_HOME/pyengine, else ~/.cache/pyengine. Not created here."""
     own = os.environ.get("PYENGINE_CACHE")

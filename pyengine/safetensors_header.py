@@ -8,6 +8,7 @@ file cut short while we read is an error, not a SIGBUS.
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import os
 import stat
@@ -72,6 +73,7 @@ class CheckpointFile:
             raise ModelFormatError(f"{path}: not a regular file; expected a safetensors file")
         self.size = status.st_size
         self.identity = self._identity(status)
+        self.header_sha256 = ""  # set where the header is read
 
     @staticmethod
     def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
@@ -236,6 +238,7 @@ def _duplicate(place: tuple[str, ...], key: str) -> str:
 def parse_header(file: CheckpointFile) -> list[TensorInfo]:
     path = file.path
     raw = _read_header(file)
+    file.header_sha256 = hashlib.sha256(raw).hexdigest()
     header = strict_json.loads(
         raw,
         where=f"{path}: header",

@@ -30,6 +30,8 @@ Importance = Mapping[
     str, npt.NDArray[np.float32]
 ]  # E[x^2] of the input channels by matrix: "qkv", "o", "gate_up", "down"
 Progress = Callable[[int, int, str], None]
+Prepare = Callable[[LayerSpec, Raw], Raw]  # changes the raw tensors of a layer before they are packed
+TensorDesc = tuple[int, int, int, int]  # format, rows, cols, group size
 
 
 class Observer(Protocol):
@@ -87,11 +89,20 @@ class ModelWeights:
     final_norm: int
     layers: list[LayerWeights]
     quantization: Quantization
+    tensors: dict[int, TensorDesc] = field(default_factory=dict)  # all of them, in the order they were made
     layer_matrix_bytes: int = 0  # packed matrices inside the layers, headers not counted
     layer_matrix_weights: int = 0
     head_bytes: int = 0
     packed_bytes: int = 0  # everything
     warnings: list[str] = field(default_factory=list)
+    cached: bool = False  # mapped from what an earlier load left on disk
+
+    def count_bytes(self, backend: Backend) -> None:
+        """Fill in the sizes, from the tensors."""
+        matrices = [tensor for w in self.layers for tensor in (w.qkv, w.o, w.gate_up, w.down)]
+        self.layer_matrix_bytes = sum(backend.tensor_size(tensor) - 64 for tensor in matrices)
+        self.head_bytes = backend.tensor_size(self.lm_head) - 64
+        self.packed_bytes = sum(backend.tensor_size(tensor) for tensor in self.tensors)
 
     @property
     def bits_per_weight(self) -> float:
@@ -111,12 +122,12 @@ class Packer:
         self.backend = backend
         self.checkpoint = checkpoint
         self.strict = strict
-        self.made: list[int] = []
+        self.made: dict[int, TensorDesc] = {}
         self.warnings: list[str] = []
 
     def create(self, fmt: PackedFormat, rows: int, cols: int) -> int:
         tensor = self.backend.tensor_create(int(fmt.format), rows, cols, fmt.group)
-        self.made.append(tensor)
+        self.made[tensor] = (int(fmt.format), rows, cols, fmt.group)
         return tensor
 
     def fill(
@@ -298,7 +309,7 @@ def load_weights(
     observe: Observer | None = None,
     progress: Progress | None = None,
     *,
-    prepare: Callable[[LayerSpec, Raw], Raw] | None = None,
+    prepare: Prepare | None = None,
     strict: bool = False,
 ) -> ModelWeights:
     """Read, quantize and pack a whole model.
@@ -311,7 +322,7 @@ def load_weights(
     packer = Packer(backend, checkpoint, strict=strict)
     total = spec.num_layers + 1
     names = expected_tensors(spec)
-    weights = ModelWeights(NONE, NONE, NONE, [], quantization, warnings=packer.warnings)
+    weights = ModelWeights(NONE, NONE, NONE, [], quantization, packer.made, warnings=packer.warnings)
     for layer in spec.layers:
         if progress is not None:
             progress(layer.index, total, "loading")
@@ -321,8 +332,6 @@ def load_weights(
             raw = prepare(layer, raw)
         w = pack_layer(packer, layer, raw, quantization.layers, importance)
         weights.layers.append(w)
-        for tensor in (w.qkv, w.o, w.gate_up, w.down):
-            weights.layer_matrix_bytes += backend.tensor_size(tensor) - 64
         a, f, h = layer.attention, layer.ffn, spec.hidden_size
         weights.layer_matrix_weights += (
             2 * (a.num_heads + a.num_kv_heads) * a.head_dim * h + 3 * f.intermediate_size * h
@@ -338,8 +347,7 @@ def load_weights(
     else:
         weights.embed = pack_rows(packer, "model.embed_tokens.weight")
         weights.lm_head = pack_table(packer, "lm_head.weight", quantization.head, importance_of_head)
-    weights.head_bytes = backend.tensor_size(weights.lm_head) - 64
-    weights.packed_bytes = sum(backend.tensor_size(tensor) for tensor in packer.made)
+    weights.count_bytes(backend)
     checkpoint.verify_unchanged()
     if progress is not None:
         progress(total, total, "loading")

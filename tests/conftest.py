@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pyengine import _core
+from pyengine import _core, weights_cache
 
 ISAS = [entry["name"] for entry in _core.isas()]
 
@@ -17,6 +17,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the user's shell changes what a test sees."""
     for name in ("PYENGINE_THREADS", "PYENGINE_DEVICE", "PYENGINE_ISA"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(weights_cache, "WORTH_SECONDS", float("inf"))  # nothing is left in the user's cache
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

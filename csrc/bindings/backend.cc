@@ -84,6 +84,47 @@ py::array_t<float> tensor_dequantize(Backend& b, int32_t id) {
   return out;
 }
 
+// Returns the bytes written.
+uint64_t tensors_write(Backend& b, int fd, uint64_t offset, std::vector<int32_t> ids) {
+  pe_tensor_file file{};
+  file.struct_size = sizeof file;
+  file.fd = fd;
+  file.offset = offset;
+  file.count = static_cast<int32_t>(ids.size());
+  file.ids = ids.data();
+  uint64_t bytes;
+  pe_status status;
+  {
+    py::gil_scoped_release release;
+    status = pe_tensors_write(b.handle, &file, &bytes);
+  }
+  check(status);
+  return bytes;
+}
+
+// descs: (format, rows, cols, group) of each tensor; returns their ids.
+std::vector<int32_t> tensors_map(Backend& b, int fd, uint64_t offset,
+                                 const std::vector<std::tuple<int, int64_t, int64_t, int>>& descs) {
+  std::vector<pe_tensor_desc> c_descs;
+  for (const auto& [format, rows, cols, group] : descs)
+    c_descs.push_back({sizeof(pe_tensor_desc), format, rows, cols, group});
+  std::vector<int32_t> ids(descs.size());
+  pe_tensor_file file{};
+  file.struct_size = sizeof file;
+  file.fd = fd;
+  file.offset = offset;
+  file.count = static_cast<int32_t>(ids.size());
+  file.ids = ids.data();
+  file.descs = c_descs.data();
+  pe_status status;
+  {
+    py::gil_scoped_release release;
+    status = pe_tensors_map(b.handle, &file);
+  }
+  check(status);
+  return ids;
+}
+
 int32_t rope_set(Backend& b, int32_t id, const Array<float>& table) {
   if (table.ndim() != 2) raise("RequestError", "a rope table is float32 [positions, rotary_dim]");
   check(pe_rope_set(b.handle, &id, table.data(), table.shape(0), static_cast<int32_t>(table.shape(1))));
@@ -118,6 +159,8 @@ void bind_backend(py::module_& m) {
       .def("tensor_dequantize", &tensor_dequantize, py::arg("id"))
       .def(
           "tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
+      .def("tensors_write", &tensors_write, py::arg("fd"), py::arg("offset"), py::arg("ids"))
+      .def("tensors_map", &tensors_map, py::arg("fd"), py::arg("offset"), py::arg("descs"))
       .def("rope_set", &rope_set, py::arg("id"), py::arg("table"))
       .def("kv_create", &kv_create, py::arg("layers"), py::arg("kv_heads"), py::arg("k_dim"), py::arg("v_dim"),
            py::arg("dtype"))

@@ -39,6 +39,16 @@ PYBIND11_MODULE(_core, m) {
   m.def("default_threads", &pe_default_threads);
   m.def("compiler", [] { return std::string(pe_compiler()); });
   m.def("abi_version", &pe_abi_version);
+  m.def(
+      "checksum",
+      [](const py::bytes& data) {
+        const auto view = static_cast<std::string_view>(data);
+        uint64_t sum;
+        pe_py::check(pe_checksum(view.data(), view.size(), &sum));
+        return sum;
+      },
+      py::arg("data"));
+  m.attr("LAYOUT_VERSION") = PE_LAYOUT_VERSION;
   m.attr("KV_BLOCK") = PE_KV_BLOCK;
   pe_py::bind_backend(m);
   pe_py::bind_program(m);

@@ -52,18 +52,16 @@ size_t bytes_of_columns(int32_t format, int64_t columns) {  // of 16 rows
   }
 }
 
-}  // namespace
-
-Tensor::Tensor(const pe_tensor_desc& d) {
+// Where everything is, all but the pointer to the data; data_bytes: what follows the header.
+Packed layout(const pe_tensor_desc& d, size_t& data_bytes) {
   check(d);
-  Packed& v = view_;
+  Packed v{};
   v.format = d.format;
   v.group = d.group;
   v.rows = d.rows;
   v.cols = d.cols;
   const int64_t step = columns_in_step(d.format);
   v.padded_cols = (d.cols + step - 1) / step * step;
-  size_t data_bytes;
   if (is_packed(d.format)) {
     v.panels = (d.rows + kPanel - 1) / kPanel;
     v.groups = d.group ? (d.cols + d.group - 1) / d.group : 0;
@@ -83,18 +81,52 @@ Tensor::Tensor(const pe_tensor_desc& d) {
     // vectors are read in whole panels of 16
     data_bytes = align_up(static_cast<size_t>(d.rows) * static_cast<size_t>(d.cols) * element, kAlign);
   }
-  size_ = sizeof(TensorHeader) + data_bytes;
-  memory_ = Memory(size_);
-  v.data = memory_.data() + sizeof(TensorHeader);
+  return v;
+}
+
+TensorHeader header_of(const pe_tensor_desc& d, size_t data_bytes) {
   TensorHeader header{};
   std::memcpy(header.magic, "PYENGP16", 8);
-  header.layout_version = 1;
+  header.layout_version = PE_LAYOUT_VERSION;
   header.format = d.format;
   header.group = d.group;
   header.rows = d.rows;
   header.cols = d.cols;
   header.data_bytes = data_bytes;
-  std::memcpy(memory_.data(), &header, sizeof header);
+  return header;
+}
+
+}  // namespace
+
+size_t tensor_size(const pe_tensor_desc& d) {
+  size_t data_bytes;
+  layout(d, data_bytes);
+  return sizeof(TensorHeader) + data_bytes;
+}
+
+Tensor::Tensor(const pe_tensor_desc& d) : mapped_(false) {
+  size_t data_bytes;
+  view_ = layout(d, data_bytes);
+  size_ = sizeof(TensorHeader) + data_bytes;
+  memory_ = std::make_shared<Memory>(size_);
+  bytes_ = memory_->data();
+  view_.data = bytes_ + sizeof(TensorHeader);
+  const TensorHeader header = header_of(d, data_bytes);
+  std::memcpy(bytes_, &header, sizeof header);
+}
+
+Tensor::Tensor(const pe_tensor_desc& d, std::shared_ptr<Memory> file, size_t offset)
+    : mapped_(true), memory_(std::move(file)) {
+  size_t data_bytes;
+  view_ = layout(d, data_bytes);
+  size_ = sizeof(TensorHeader) + data_bytes;
+  bytes_ = memory_->data() + offset;
+  view_.data = bytes_ + sizeof(TensorHeader);
+  TensorHeader expected = header_of(d, data_bytes);
+  expected.checksum = header().checksum;
+  if (std::memcmp(bytes_, &expected, sizeof expected) != 0)
+    fail(PE_FORMAT, "the header at byte %zu is not that of a %s tensor of %lld x %lld", offset, format_name(d.format),
+         static_cast<long long>(d.rows), static_cast<long long>(d.cols));
 }
 
 }  // namespace pe

@@ -2,6 +2,9 @@
 
 #include <sys/mman.h>
 
+#include <cerrno>
+#include <cstring>
+
 #include "core/status.h"
 
 namespace pe {
@@ -22,6 +25,15 @@ Memory::Memory(size_t bytes) {
 #ifdef MADV_HUGEPAGE
   if (size_ >= 2 * kHugePage) madvise(data_, size_, MADV_HUGEPAGE);
 #endif
+}
+
+Memory Memory::of_file(int fd, size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
+  if (p == MAP_FAILED) fail(PE_RESOURCE, "cannot map %zu bytes: %s", bytes, std::strerror(errno));
+  Memory memory;
+  memory.data_ = static_cast<uint8_t*>(p);
+  memory.size_ = bytes;
+  return memory;
 }
 
 Memory::~Memory() {

@@ -1,4 +1,5 @@
-// Aligned, zero-filled memory straight from the system. Large blocks ask for huge pages where the system has them.
+// Memory straight from the system: zero-filled, with huge pages for large blocks where there are any; or a file's
+// pages.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,8 @@ constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; 
 class Memory {
  public:
   Memory() = default;
-  explicit Memory(size_t bytes);  // throws Error(PE_RESOURCE)
+  explicit Memory(size_t bytes);                // throws Error(PE_RESOURCE)
+  static Memory of_file(int fd, size_t bytes);  // its first bytes, read-only; throws Error(PE_RESOURCE)
   ~Memory();
   Memory(Memory&& other) noexcept { swap(other); }
   Memory& operator=(Memory&& other) noexcept {

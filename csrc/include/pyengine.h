@@ -21,6 +21,7 @@ extern "C" {
 #endif
 
 #define PE_ABI_VERSION 1
+#define PE_LAYOUT_VERSION 1 /* of tensors in memory and on disk: docs/packed_formats.md */
 
 typedef enum pe_status {
   PE_OK = 0,
@@ -96,6 +97,24 @@ PE_API pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_a
 PE_API pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* bytes); /* header included */
 PE_API pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out);           /* [rows, K] */
 PE_API pe_status pe_tensor_free(pe_backend* backend, int32_t id);
+
+/* Tensors in a file, one behind the other, headers with checksums included. Offsets are multiples of 64. */
+typedef struct pe_tensor_file {
+  uint32_t struct_size;
+  int32_t fd;      /* open; still the caller's */
+  uint64_t offset; /* of the first tensor */
+  int32_t count;
+  int32_t* ids;                /* [count]: the tensors to write, or those that were mapped */
+  const pe_tensor_desc* descs; /* [count], to map: what is expected; NULL to write */
+} pe_tensor_file;
+
+/* `bytes` is set to what was written. PE_RESOURCE where the file takes no more. */
+PE_API pe_status pe_tensors_write(pe_backend* backend, const pe_tensor_file* file, uint64_t* bytes);
+/* Read-only tensors in the file's own pages, until they are freed; all checksums are verified, on the backend's
+ * threads. PE_FORMAT where the file is short, unreadable, or not what was written; then no tensor is made. */
+PE_API pe_status pe_tensors_map(pe_backend* backend, const pe_tensor_file* file);
+/* The checksum of a multiple of 64 bytes. */
+PE_API pe_status pe_checksum(const void* data, size_t bytes, uint64_t* sum);
 
 /* ---- rope tables and KV cache ------------------------------------------------------------------------------------ */
 

@@ -30,6 +30,8 @@ struct pe_backend {
 
   void pack(int32_t id, const pe_pack_args& args);
   void dequantize(int32_t id, float* out);
+  uint64_t write_tensors(const pe_tensor_file& file);  // bytes written
+  std::vector<std::shared_ptr<pe::Tensor>> map_tensors(const pe_tensor_file& file);
 
   const pe::KernelTable& kernels;
   pe::Team team;

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <new>
 
+#include "core/checksum.h"
 #include "core/status.h"
 #include "runtime/backend.h"
 #include "runtime/program.h"
@@ -20,6 +21,15 @@ const T& checked(const T* s, const char* what) {
 
 void check_pointer(const void* p, const char* what) {
   if (!p) fail(PE_REQUEST, "%s is NULL", what);
+}
+
+const pe_tensor_file& checked_file(const pe_tensor_file* file) {
+  const auto& f = checked(file, "file");
+  check_pointer(f.ids, "ids");
+  if (f.count < 1 || f.offset % 64 || f.offset >= uint64_t{1} << 62)
+    fail(PE_REQUEST, "%d tensors at byte %llu; expected at least one, at a multiple of 64", f.count,
+         static_cast<unsigned long long>(f.offset));
+  return f;
 }
 
 // The lowest free place of a list of owners.
@@ -101,6 +111,32 @@ pe_status pe_tensor_free(pe_backend* backend, int32_t id) {
     check_pointer(backend, "backend");
     backend->tensor(id);
     backend->tensors[static_cast<size_t>(id)].reset();
+  });
+}
+
+pe_status pe_tensors_write(pe_backend* backend, const pe_tensor_file* file, uint64_t* bytes) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    check_pointer(bytes, "bytes");
+    *bytes = backend->write_tensors(checked_file(file));
+  });
+}
+pe_status pe_tensors_map(pe_backend* backend, const pe_tensor_file* file) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    const auto& f = checked_file(file);
+    check_pointer(f.descs, "descs");
+    for (int32_t i = 0; i < f.count; ++i) checked(&f.descs[i], "desc");
+    const auto made = backend->map_tensors(f);
+    for (int32_t i = 0; i < f.count; ++i) f.ids[i] = put(backend->tensors, made[static_cast<size_t>(i)]);
+  });
+}
+pe_status pe_checksum(const void* data, size_t bytes, uint64_t* sum) {
+  return guarded([&] {
+    check_pointer(data, "data");
+    check_pointer(sum, "sum");
+    if (bytes % 64) fail(PE_REQUEST, "%zu bytes; a checksum takes a multiple of 64", bytes);
+    *sum = checksum(static_cast<const uint8_t*>(data), bytes);
   });
 }
 

@@ -54,6 +54,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="KV cache (default bf16; f32 under --quant f32)")
     group.add_argument("-t", "--threads", type=int, metavar="N", help="worker threads; also PYENGINE_THREADS")
+    group.add_argument("--no-cache", action="store_true", help="neither read nor write packed weights on disk")
+    group.add_argument("--cache-limit", type=float, metavar="GB", help="packed weights on disk, in all (default 20)")
     group.add_argument("--device", choices=DEVICES, help="auto (default), cpu or cuda; also PYENGINE_DEVICE")
 
 
@@ -124,6 +126,9 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     threads = args.threads if args.threads is not None else environment_threads()
     if threads is not None and threads < 1:
         raise RequestError(f"{threads} threads; expected at least 1")
+    if args.cache_limit is not None and (args.no_cache or not 0 <= args.cache_limit <= 1e9):
+        found = "with --no-cache" if args.no_cache else f"{args.cache_limit}"
+        raise RequestError(f"--cache-limit {found}; expected GB, 0 or more, of a cache that is used")
     arguments: dict[str, Any] = {
         "quant": args.quant,
         "group_size": args.group_size,
@@ -133,7 +138,10 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "isa": os.environ.get("PYENGINE_ISA") or None,
         "calibration": not args.no_calibration,
         "strict": args.strict,
+        "cache": not args.no_cache,
     }
+    if args.cache_limit is not None:
+        arguments["cache_limit"] = round(args.cache_limit * 1e9)
     if args.int4_scheme is not None:  # the default scheme is the engine's to choose
         arguments["int4_scheme"] = args.int4_scheme
     if getattr(args, "ctx_size", None) is not None:
@@ -147,7 +155,7 @@ def open_engine(args: argparse.Namespace, folder: Path, *, warn: bool = True) ->
 
     progress = _output.Progress(quiet=args.quiet)
     try:
-        opened = engine_module.load(folder, progress=progress, **engine_arguments(args))
+        opened = engine_module.load(folder, progress=progress, log=log(args), **engine_arguments(args))
     finally:
         progress.close()
     if warn and not args.quiet:

@@ -441,3 +441,38 @@ def test_rope_tables_and_kv_groups(c: Client, backend: Any) -> None:
     c.good(lib.pe_kv_create(backend, int8, i32))
     c.good(lib.pe_kv_block_bytes(backend, i32[0], size))
     assert size[0] == 2 * 3 * 32 * ((8 + 4) + (32 + 4))  # keys are padded to 4 columns; a scale each
+
+
+def test_tensors_go_to_a_file_and_back(c: Client, backend: Any, tmp_path: Path) -> None:
+    weight = normal(5, 40, 90)
+    tensors = [c.tensor(backend, c.lib.PE_INT8, 40, 90, 64), c.tensor(backend, c.lib.PE_VECTOR_F32, 1, 48)]
+    c.good(c.lib.pe_tensor_pack(backend, tensors[0], c.pack_args(weight)))
+    written = c.ffi.new("uint64_t*")
+    ids = c.ffi.new("int32_t[]", tensors)
+    descs = c.ffi.new("pe_tensor_desc[]", 2)
+    for desc, fields in zip(descs, ((c.lib.PE_INT8, 40, 90, 64), (c.lib.PE_VECTOR_F32, 1, 48, 0)), strict=True):
+        desc.struct_size = c.ffi.sizeof("pe_tensor_desc")
+        desc.format, desc.rows, desc.cols, desc.group = fields
+    path = tmp_path / "tensors"
+    with path.open("w+b") as file:
+        given = {"fd": file.fileno(), "offset": 64, "count": 2, "ids": ids}
+        c.good(c.lib.pe_tensors_write(backend, c.struct("pe_tensor_file", **given), written))
+        assert written[0] == sum(c.data(backend, tensor).size for tensor in tensors) == path.stat().st_size - 64
+        mapped = c.ffi.new("int32_t[]", 2)
+        whole = c.struct("pe_tensor_file", **{**given, "ids": mapped}, descs=descs)
+        c.good(c.lib.pe_tensors_map(backend, whole))
+        for old, new in zip(tensors, mapped, strict=True):
+            assert_same_bits(c.data(backend, new)[64:], c.data(backend, old)[64:], "data")
+        c.bad(c.lib.pe_tensor_pack(backend, mapped[0], c.pack_args(weight)), REQUEST, "mapped")
+
+        for fields, says in (({"count": 0}, "0 tensors"), ({"offset": 8}, "byte 8"), ({"ids": c.ffi.NULL}, "ids")):
+            c.bad(c.lib.pe_tensors_map(backend, c.struct("pe_tensor_file", **{**given, **fields})), REQUEST, says)
+        c.bad(c.lib.pe_tensors_map(backend, c.struct("pe_tensor_file", **given)), REQUEST, "descs is NULL")
+        c.bad(c.lib.pe_tensors_write(backend, c.struct("pe_tensor_file", **given), c.ffi.NULL), REQUEST, "bytes")
+        whole.offset = 0
+        c.bad(c.lib.pe_tensors_map(backend, whole), FORMAT, "bytes; expected")
+        whole.offset, whole.fd = 64, 10_000
+        c.bad(c.lib.pe_tensors_map(backend, whole), FORMAT, "Bad file descriptor")
+    with path.open("rb") as file:
+        closed = c.struct("pe_tensor_file", **{**given, "fd": file.fileno()})
+        c.bad(c.lib.pe_tensors_write(backend, closed, written), RESOURCE, "Bad file descriptor")

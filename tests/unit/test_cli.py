@@ -40,6 +40,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
         ["generate", "--raw", "-p", "Hi", "--quant", "none", "--no-calibration"],
         ["generate", "--raw", "-p", "Hi", "--quant", "int8", "--no-calibration"],
         ["generate", "--raw", "-p", "Hi", "--quant", "int8", "--int4-scheme", "symmetric"],
+        ["generate", "--raw", "-p", "Hi", "--no-cache", "--cache-limit", "3"],
+        ["generate", "--raw", "-p", "Hi", "--cache-limit", "-1"],
+        ["generate", "--raw", "-p", "Hi", "--cache-limit", "nan"],
+        ["cache", "--clear", "everything"],
         ["--version", "info"],
         ["compare", "--max-kld", "nan"],
         ["compare", "--text-offset", "-1"],
@@ -117,6 +121,7 @@ def test_engine_arguments_of_the_options(engine: FakeEngine) -> None:
         "isa": None,
         "calibration": True,
         "strict": False,
+        "cache": True,
     }
     options = (
         "--quant int4 --group-size 32 --int4-scheme symmetric --no-calibration --kv-dtype f32 -t 3 --device cpu -c 99"
@@ -131,6 +136,7 @@ def test_engine_arguments_of_the_options(engine: FakeEngine) -> None:
         "isa": None,
         "calibration": False,
         "strict": True,
+        "cache": True,
         "ctx_size": 99,
     }
 

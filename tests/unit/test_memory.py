@@ -37,7 +37,7 @@ def status(key):
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
 before = status("VmRSS")
-engine = pyengine.load(sys.argv[1], quant=sys.argv[2], threads=2, calibration=False)
+engine = pyengine.load(sys.argv[1], quant=sys.argv[2], threads=2, calibration=False, cache=False)
 print(json.dumps({"peak": status("VmHWM") - before, "packed": engine.weights.packed_bytes}))
 """
 

@@ -89,7 +89,7 @@ def check_prompt(engine: Any, prompt: dict[str, Any], quant: str, result: Result
 
 def check_model(folder: Path, golden: dict[str, Any], quant: str, threads: int | None) -> Result:
     result = Result()
-    with pyengine.load(folder, quant=quant, threads=threads) as engine:
+    with pyengine.load(folder, quant=quant, threads=threads, cache=False) as engine:
         for prompt in golden["prompts"]:
             check_prompt(engine, prompt, quant, result)
     needed = NEEDED[quant]
