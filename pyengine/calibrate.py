@@ -18,7 +18,7 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.decoder import Hooks, KvLayout, build_layer
 from pyengine.quantize import PackedFormat
 from pyengine.spec import LayerSpec, ModelSpec
-from pyengine.weights import Importance, Packer, Raw, as_float32, pack_layer
+from pyengine.weights import Importance, Packer, Raw, TensorDesc, as_float32, pack_layer
 
 CALIBRATION_TOKENS = 512
 TAP_OF = {"qkv": "attn_norm", "o": "attention", "gate_up": "ffn_norm", "down": "act"}
@@ -32,13 +32,39 @@ def mean_square(x: Float32) -> Float32:
     Only its ratios matter, so values whose squares float32 cannot hold are divided by the largest. Where x is zero or
     not finite (weights of that kind get their own error or warning), it tells nothing: all channels are the same.
     """
-    top = np.abs(x).max()
+    top = max(x.max(), -x.min())
     if not 0 < top < np.inf:
         return np.ones(x.shape[1], np.float32)
     if not 1e-15 <= top <= 1e15:
         x = x / top
     square = np.einsum("tk,tk->k", x, x) / np.float32(len(x))
     return np.asarray(np.maximum(square, 1e-4 * square.mean()), np.float32)
+
+
+class ReusingPacker(Packer):
+    """Gives a new layer the memory of the one before: fresh pages cost more than packing into them."""
+
+    def __init__(self, backend: Backend, checkpoint: Checkpoint) -> None:
+        super().__init__(backend, checkpoint)
+        self.idle: dict[TensorDesc, list[int]] = {}
+
+    def create(self, fmt: PackedFormat, rows: int, cols: int) -> int:
+        """A tensor of any contents: whoever packs a layer fills every panel."""
+        idle = self.idle.get((int(fmt.format), rows, cols, fmt.group))
+        return idle.pop() if idle else super().create(fmt, rows, cols)
+
+    def finish_layer(self) -> None:
+        """What the layer took is free for the next. Its warnings are the other packer's to give."""
+        self.idle = {}
+        for tensor, desc in self.made.items():
+            self.idle.setdefault(desc, []).append(tensor)
+        self.warnings.clear()
+
+    def free(self) -> None:
+        for tensor in self.made:
+            self.backend.tensor_free(tensor)
+        self.made.clear()
+        self.idle.clear()
 
 
 class Calibrator:
@@ -50,6 +76,8 @@ class Calibrator:
         self.spec = spec
         self.hidden = checkpoint.read_rows("model.embed_tokens.weight", np.asarray(ids))
         self.backend = Backend(threads, isa)
+        self.packer = ReusingPacker(self.backend, checkpoint)
+        self.taps: list[Float32] = []
         self.tokens = len(ids)
         blocks = -(-self.tokens // KV_BLOCK)
         self.table = np.arange(blocks, dtype=np.int32).reshape(1, blocks)
@@ -70,26 +98,27 @@ class Calibrator:
     def __call__(self, layer: LayerSpec, raw: Raw) -> Importance:
         """Run the layer on the hidden state; returns the importance of its four matrices' input channels."""
         stored = all(raw[name].dtype == np.uint16 for name in raw if name.endswith("_proj.weight"))
-        packer = Packer(self.backend, self.checkpoint)
         fmt = PackedFormat(Format.BF16 if stored else Format.F32)
-        weights = pack_layer(packer, layer, raw, fmt, {})
+        weights = pack_layer(self.packer, layer, raw, fmt, {})
         names = (*TAP_OF.values(), "hidden")
         hooks = Hooks(taps=tuple((layer.index, name) for name in names))
         built = build_layer(self.backend, self.spec, layer, weights, self._layout(layer), hooks, self.tokens)
-        taps = [np.empty((self.tokens, width), np.float32) for width in built.tap_widths]
+        if [tap.shape[1] for tap in self.taps] != built.tap_widths:
+            self.taps = [np.empty((self.tokens, width), np.float32) for width in built.tap_widths]
         positions = np.arange(self.tokens, dtype=np.int32)
         empty = np.empty(0, np.int32)
         ends = np.array([0, self.tokens], np.int32)
         tables = [self.table] * len(self.groups)
-        built.program.run(empty, positions, ends, tables, empty, None, None, self.hidden, taps, None, True)
-        for tensor in packer.made:
-            self.backend.tensor_free(tensor)
-        seen = dict(zip(names, taps, strict=True))
-        self.hidden = seen["hidden"]
+        built.program.run(empty, positions, ends, tables, empty, None, None, self.hidden, self.taps, None, True)
+        self.packer.finish_layer()
+        self.hidden, self.taps[-1] = self.taps[-1], self.hidden  # the next layer's input, and where its output goes
+        seen = dict(zip(names, self.taps, strict=True))
         return {matrix: mean_square(seen[tap]) for matrix, tap in TAP_OF.items()}
 
     def head_importance(self) -> Float32:
         """The same for lm_head, after the last layer: the input is the final norm's output."""
+        self.packer.free()
+        self.taps.clear()
         x = self.hidden.astype(np.float64)
         norm = as_float32(self.checkpoint.read("model.norm.weight"))
         with np.errstate(invalid="ignore"):  # of a hidden state that holds Inf

@@ -86,9 +86,9 @@ struct PackArgs {
   const void* source;    // [rows, cols]
   int32_t source_dtype;  // pe_dtype
   int64_t source_rows;
-  int64_t first_row;  // of this panel, in the source
-  int64_t panel;      // in the tensor
-  const float* importance;
+  int64_t first_row;         // of this panel, in the source
+  int64_t panel;             // in the tensor
+  const float* importance;   // [cols]; read by the integer formats
   float* scratch;            // float [align(cols, 8)][16], then [groups][2][16]
   int64_t bad_row, bad_col;  // out: the first NaN or Inf, else -1
 };

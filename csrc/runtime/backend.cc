@@ -86,6 +86,8 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   int64_t bad_row = -1, bad_col = -1;
   const size_t scratch_bytes =
       (align_up(static_cast<size_t>(t.cols), 8) + 2 * static_cast<size_t>(t.groups)) * kPanel * sizeof(float);
+  std::vector<float> ones;
+  if (is_integer(t.format) && !a.importance) ones.assign(static_cast<size_t>(t.cols), 1.0f);
   Memory scratch(scratch_bytes * static_cast<size_t>(team.size()));
   team.run([&](int thread) {
     PackArgs p{};
@@ -93,7 +95,7 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
     p.source = a.source;
     p.source_dtype = a.source_dtype;
     p.source_rows = a.rows;
-    p.importance = a.importance;
+    p.importance = a.importance ? a.importance : ones.data();
     p.scratch = reinterpret_cast<float*>(scratch.data() + scratch_bytes * static_cast<size_t>(thread));
     for (int64_t i; (i = next.fetch_add(1)) < units;) {
       p.first_row = i * kPanel;

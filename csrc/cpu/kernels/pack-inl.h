@@ -8,58 +8,61 @@
 
 namespace {
 
+// Sixteen columns of a row from `at`, at any alignment, as float. A float16 that is Inf or NaN becomes NaN.
+inline F load_columns(const uint8_t* at, int32_t dtype) {
+  if (dtype == PE_SRC_F32) {
+    float values[16];
+    __builtin_memcpy(values, at, sizeof values);
+    return simd::load(values);
+  }
+  uint16_t halves[16];
+  __builtin_memcpy(halves, at, sizeof halves);
+  const I h = simd::iload_u16(halves);
+  if (dtype == PE_SRC_BF16) return simd::as_float(simd::shl<16>(h));
+  // exponent 0 is mantissa * 2^-24 (as an integer: a float denormal would be flushed); else the exponent's bias moves
+  // from 15 to 127
+  const I exponent = simd::iand(simd::shr<10>(h), simd::iset1(31)), mantissa = simd::iand(h, simd::iset1(1023));
+  const I bits = simd::ior(simd::shl<23>(simd::iadd(exponent, simd::iset1(112))), simd::shl<13>(mantissa));
+  const F e = simd::to_float(exponent);
+  F x = simd::select_lt(e, simd::set1(0.5f), simd::mul(simd::to_float(mantissa), simd::set1(5.9604644775390625e-8f)),
+                        simd::as_float(bits));
+  x = simd::select_lt(simd::set1(30.5f), e, simd::set1(__builtin_nanf("")), x);
+  return simd::as_float(simd::ior(simd::as_int(x), simd::shl<16>(simd::iand(h, simd::iset1(0x8000)))));
+}
+
 // Rows of the source -> w[k][16], rows past the end and columns past K are 0. Notes the first value that is not finite.
 inline void transpose_rows(PackArgs& a, float* w) {
   const Packed& t = *a.weight;
-  const int64_t columns = (t.cols + 7) / 8 * 8;
-  for (int r = 0; r < kPanel; ++r) {
-    const int64_t row = a.first_row + r;
-    if (row >= a.source_rows) {
-      for (int64_t k = 0; k < columns; ++k) w[k * kPanel + r] = 0.0f;
-      continue;
+  const int64_t columns = (t.cols + 7) / 8 * 8, bytes = a.source_dtype == PE_SRC_F32 ? 4 : 2;
+  const uint8_t* source = static_cast<const uint8_t*>(a.source) + a.first_row * t.cols * bytes;
+  const int rows = static_cast<int>(imin64(kPanel, a.source_rows - a.first_row));
+  F poison = simd::zero();  // NaN after any value that is not finite
+  for (int64_t k = 0; k < columns; k += 16) {
+    F block[16];
+    for (int r = 0; r < kPanel; ++r) {
+      block[r] = simd::zero();
+      if (r >= rows) continue;
+      const uint8_t* at = source + (r * t.cols + k) * bytes;
+      if (k + 16 <= t.cols) {
+        block[r] = load_columns(at, a.source_dtype);
+      } else {
+        uint8_t last[64] = {};
+        __builtin_memcpy(last, at, static_cast<size_t>((t.cols - k) * bytes));
+        block[r] = load_columns(last, a.source_dtype);
+      }
+      poison = simd::add(poison, simd::mul(block[r], simd::zero()));
     }
-    const uint8_t* p = static_cast<const uint8_t*>(a.source) + row * t.cols * (a.source_dtype == PE_SRC_F32 ? 4 : 2);
-    float poison = 0.0f;
-    if (a.source_dtype == PE_SRC_F32) {
-      for (int64_t k = 0; k < t.cols; ++k) {
-        float x;
-        __builtin_memcpy(&x, p + 4 * k, 4);
-        w[k * kPanel + r] = x;
-        poison = poison + x * 0.0f;
-      }
-    } else if (a.source_dtype == PE_SRC_BF16) {
-      for (int64_t k = 0; k < t.cols; ++k) {
-        uint16_t h;
-        __builtin_memcpy(&h, p + 2 * k, 2);
-        const float x = bf16_to_float(h);
-        w[k * kPanel + r] = x;
-        poison = poison + x * 0.0f;
-      }
-    } else {
-      for (int64_t k = 0; k < t.cols; ++k) {
-        uint16_t h;
-        __builtin_memcpy(&h, p + 2 * k, 2);
-        // float16: exponent 31 is Inf or NaN; exponent 0 is mantissa * 2^-24 (as an integer: a float denormal would be
-        // flushed); else the exponent's bias moves from 15 to 127
-        const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
-        const uint32_t bits = ((exponent + 112) << 23) | (mantissa << 13);
-        float x;
-        __builtin_memcpy(&x, &bits, 4);
-        if (exponent == 0) x = static_cast<float>(static_cast<int32_t>(mantissa)) * 5.9604644775390625e-8f;
-        if (exponent == 31) x = __builtin_nanf("");
-        if (h & 0x8000) x = -x;
-        w[k * kPanel + r] = x;
-        poison = poison + x * 0.0f;
-      }
-    }
-    for (int64_t k = t.cols; k < columns; ++k) w[k * kPanel + r] = 0.0f;
-    if (poison == 0.0f) continue;
+    simd::transpose(block);
+    const int count = static_cast<int>(imin64(16, columns - k));
+    for (int c = 0; c < count; ++c) simd::store(w + (k + c) * kPanel, block[c]);
+  }
+  if (reduce_add(poison) == 0.0f) return;
+  for (int r = 0; r < rows && a.bad_row < 0; ++r)
     for (int64_t k = 0; k < t.cols && a.bad_row < 0; ++k) {
       if (w[k * kPanel + r] * 0.0f == 0.0f) continue;
-      a.bad_row = row;
+      a.bad_row = a.first_row + r;
       a.bad_col = k;
     }
-  }
 }
 
 inline I clamp_int(I x, int low, int high) { return simd::imin(simd::imax(x, simd::iset1(low)), simd::iset1(high)); }
@@ -71,15 +74,15 @@ inline F safe_inverse(F x) {
 
 struct Group {              // a group of one panel: n columns of 16 lanes
   const float* w;           // [n][16], lanes divided by their row's largest magnitude
-  const float* importance;  // [n] or nullptr
+  const float* importance;  // [n]
   int n;
   F at(int k) const { return simd::load(w + k * kPanel); }
-  F h(int k) const { return simd::set1(importance ? importance[k] : 1.0f); }
+  F h(int k) const { return simd::set1(importance[k]); }
 };
 
 inline Group group_at(const Packed& t, const float* w, const float* importance, int64_t i) {
   const int64_t k0 = i * t.group;
-  return {w + k0 * kPanel, importance ? importance + k0 : nullptr, static_cast<int>(imin64(t.group, t.cols - k0))};
+  return {w + k0 * kPanel, importance + k0, static_cast<int>(imin64(t.group, t.cols - k0))};
 }
 
 // x / amax, 0 where amax is 0. In two steps, because 1 / amax itself may be a denormal.
@@ -102,6 +105,12 @@ inline F round_clip(F x) {
   return simd::to_float(clamp_int(simd::round_int(x), LOW, HIGH));
 }
 
+// The same (0 may be -0) for |x| below 2^31, which candidates keep: their scales are parts of the group's range.
+template <int LOW, int HIGH>
+inline F clip_round(F x) {
+  return simd::round_float(simd::min(simd::max(x, simd::set1(LOW)), simd::set1(HIGH)));
+}
+
 // ---- with a minimum: w ~ scale * q + minimum, q in 0..15 -----------------------------------------------------------
 
 struct Affine {
@@ -112,6 +121,15 @@ struct AffineFit {
   Affine values;
   F gain;  // what the fit removes of sum h (w - mean)^2
 };
+
+// From a = sum h q, b = sum h q^2, c = sum h q (w - mean).
+inline AffineFit affine_of(F a, F b, F c, F mean, F h0) {
+  const F centre = simd::mul(a, safe_inverse(h0));
+  const F spread = simd::sub(b, simd::mul(a, centre));
+  const F flat = simd::mul(simd::set1(1e-6f), h0);  // all q alike: only the mean is left
+  const F scale = simd::select_lt(flat, spread, simd::mul(c, safe_inverse(spread)), simd::zero());
+  return {{scale, simd::sub(mean, simd::mul(scale, centre))}, simd::mul(scale, c)};
+}
 
 // Integers of (scale, minimum), then the least squares fit to them. mean = sum(h w) / h0, h0 = sum h.
 inline AffineFit fit_affine(const Group& g, Affine from, F mean, F h0) {
@@ -124,11 +142,39 @@ inline AffineFit fit_affine(const Group& g, Affine from, F mean, F h0) {
     b = simd::fma(hq, q, b);
     c = simd::fma(hq, simd::sub(w, mean), c);
   }
-  const F centre = simd::mul(a, safe_inverse(h0));
-  const F spread = simd::sub(b, simd::mul(a, centre));
-  const F flat = simd::mul(simd::set1(1e-6f), h0);  // all q alike: only the mean is left
-  const F scale = simd::select_lt(flat, spread, simd::mul(c, safe_inverse(spread)), simd::zero());
-  return {{scale, simd::sub(mean, simd::mul(scale, centre))}, simd::mul(scale, c)};
+  return affine_of(a, b, c, mean, h0);
+}
+
+// Candidates that cut part i of the range at its low end and j, j + 1 ... j + N - 1 at its high end: fit_affine of
+// each, in one pass over the group, the better kept in `best`.
+template <int N>
+inline void try_affine(const Group& g, F range, F low, int i, int j, F mean, F h0, AffineFit& best) {
+  const float cut_low = 0.04f * static_cast<float>(i);
+  const F minimum = simd::fma(range, simd::set1(cut_low), low);
+  F inverse[N], a[N], b[N], c[N];
+  PE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const float cut_high = 0.04f * static_cast<float>(j + n);
+    inverse[n] = safe_inverse(simd::mul(range, simd::set1((1.0f - cut_low - cut_high) / 15.0f)));
+    a[n] = b[n] = c[n] = simd::zero();
+  }
+  for (int k = 0; k < g.n; ++k) {
+    const F w = g.at(k), h = g.h(k), above = simd::sub(w, minimum), centred = simd::sub(w, mean);
+    PE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const F q = clip_round<0, 15>(simd::mul(above, inverse[n])), hq = simd::mul(h, q);
+      a[n] = simd::add(a[n], hq);
+      b[n] = simd::fma(hq, q, b[n]);
+      c[n] = simd::fma(hq, centred, c[n]);
+    }
+  }
+  PE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const AffineFit fit = affine_of(a[n], b[n], c[n], mean, h0);
+    best.values.scale = simd::select_lt(best.gain, fit.gain, fit.values.scale, best.values.scale);
+    best.values.minimum = simd::select_lt(best.gain, fit.gain, fit.values.minimum, best.values.minimum);
+    best.gain = simd::max(fit.gain, best.gain);
+  }
 }
 
 inline Affine search_affine(const Group& g) {
@@ -142,16 +188,11 @@ inline Affine search_affine(const Group& g) {
   }
   const F range = simd::sub(high, low), mean = simd::mul(sum, safe_inverse(h0));
   AffineFit best{{simd::zero(), mean}, simd::set1(-1.0f)};
-  for (int i = 0; i < 5; ++i)
-    for (int j = 0; j < 5; ++j) {  // parts of the range cut at its low and high end
-      const float cut_low = 0.04f * static_cast<float>(i), cut_high = 0.04f * static_cast<float>(j);
-      const Affine from{simd::mul(range, simd::set1((1.0f - cut_low - cut_high) / 15.0f)),
-                        simd::fma(range, simd::set1(cut_low), low)};
-      const AffineFit fit = fit_affine(g, from, mean, h0);
-      best.values.scale = simd::select_lt(best.gain, fit.gain, fit.values.scale, best.values.scale);
-      best.values.minimum = simd::select_lt(best.gain, fit.gain, fit.values.minimum, best.values.minimum);
-      best.gain = simd::max(fit.gain, best.gain);
-    }
+  constexpr int kCuts = 5;  // parts of the range cut at each end
+  static_assert(kCuts % simd::kAffineCandidates == 0);
+  for (int i = 0; i < kCuts; ++i)
+    for (int j = 0; j < kCuts; j += simd::kAffineCandidates)
+      try_affine<simd::kAffineCandidates>(g, range, low, i, j, mean, h0, best);
   return fit_affine(g, best.values, mean, h0).values;
 }
 
@@ -243,6 +284,34 @@ inline SymmetricFit fit_symmetric(const Group& g, F scale) {
   return {fitted, simd::mul(fitted, wq)};
 }
 
+// Candidates c, c + 1 ... c + N - 1, which put the extreme at -5.6, -5.8 ... -8.6: fit_symmetric of each, the better
+// kept.
+template <int N>
+inline void try_symmetric(const Group& g, F extreme, int c, SymmetricFit& best) {
+  F inverse[N], qq[N], wq[N];
+  PE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const float place = 5.6f + 0.2f * static_cast<float>(c + n);
+    inverse[n] = safe_inverse(simd::mul(extreme, simd::set1(-1.0f / place)));
+    qq[n] = wq[n] = simd::zero();
+  }
+  for (int k = 0; k < g.n; ++k) {
+    const F w = g.at(k), h = g.h(k);
+    PE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const F q = clip_round<-8, 7>(simd::mul(w, inverse[n])), hq = simd::mul(h, q);
+      qq[n] = simd::fma(hq, q, qq[n]);
+      wq[n] = simd::fma(hq, w, wq[n]);
+    }
+  }
+  PE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const F fitted = simd::mul(wq[n], safe_inverse(qq[n])), gain = simd::mul(fitted, wq[n]);
+    best.scale = simd::select_lt(best.gain, gain, fitted, best.scale);
+    best.gain = simd::max(gain, best.gain);
+  }
+}
+
 // The value of largest magnitude, with its sign; of two equal ones the negative.
 inline F extreme_of(const Group& g) {
   F low = simd::zero(), high = simd::zero();
@@ -277,12 +346,7 @@ inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const
     const Group g = group_at(t, w, importance, i);
     const F extreme = extreme_of(g);
     SymmetricFit best{simd::zero(), simd::set1(-1.0f)};
-    for (int c = 0; c < 16; ++c) {  // where the extreme lands: -5.6, -5.8 ... -8.6
-      const SymmetricFit fit =
-          fit_symmetric<-8, 7>(g, simd::mul(extreme, simd::set1(-1.0f / (5.6f + 0.2f * static_cast<float>(c)))));
-      best.scale = simd::select_lt(best.gain, fit.gain, fit.scale, best.scale);
-      best.gain = simd::max(fit.gain, best.gain);
-    }
+    for (int c = 0; c < 16; c += simd::kScaleCandidates) try_symmetric<simd::kScaleCandidates>(g, extreme, c, best);
     F scale = best.scale;
     for (int again = 0; again < 2; ++again) scale = fit_symmetric<-8, 7>(g, scale).scale;
     const I steps = scale_steps(scale, kSymmetricUnit);
@@ -296,27 +360,46 @@ inline void pack_int4_symmetric(const Packed& t, uint8_t* panel, float* w, const
   }
 }
 
+// Candidates c, c + 1 ... c + N - 1 for int8, which put the extreme at 127.2, 126.6 ...: their error as they would be
+// stored, the least kept with its steps.
+template <int N>
+inline void try_int8(const Group& g, F extreme, int c, F& best, F& least) {
+  F steps[N], scale[N], inverse[N], error[N];
+  PE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const float place = 127.2f - 0.6f * static_cast<float>(c + n);
+    steps[n] = simd::to_float(scale_steps(simd::mul(extreme, simd::set1(1.0f / place)), kInt8Unit));
+    scale[n] = simd::mul(steps[n], simd::set1(kInt8Unit));
+    inverse[n] = safe_inverse(scale[n]);
+    error[n] = simd::zero();
+  }
+  for (int k = 0; k < g.n; ++k) {
+    const F w = g.at(k), h = g.h(k);
+    PE_UNROLL
+    for (int n = 0; n < N; ++n) {
+      const F q = clip_round<-127, 127>(simd::mul(w, inverse[n])), d = simd::sub(w, simd::mul(scale[n], q));
+      error[n] = simd::fma(simd::mul(h, d), d, error[n]);
+    }
+  }
+  PE_UNROLL
+  for (int n = 0; n < N; ++n) {
+    best = simd::select_lt(error[n], least, steps[n], best);
+    least = simd::select_lt(error[n], least, error[n], least);
+  }
+}
+
 // int8 has steps so fine that a refit gains nothing: candidates are measured as they would be stored.
 inline void pack_int8(const Packed& t, uint8_t* panel, float* w, const float* importance) {
-  constexpr int kPlaces = 20;  // where the extreme lands: 127.2, 126.6 ...
+  constexpr int kPlaces = 20;
+  static_assert(kPlaces % simd::kScaleCandidates == 0 && 16 % simd::kScaleCandidates == 0);
   const F amax = normalize_rows(w, t.cols), unit = simd::set1(kInt8Unit);
   simd::store(reinterpret_cast<float*>(panel), simd::mul(amax, unit));
   for (int64_t i = 0; i < t.groups; ++i) {
     const Group g = group_at(t, w, importance, i);
     const F extreme = simd::abs(extreme_of(g));
     F best = simd::zero(), least = simd::set1(__builtin_inff());
-    for (int c = 0; c < kPlaces; ++c) {
-      const float place = 127.2f - 0.6f * static_cast<float>(c);
-      const F steps = simd::to_float(scale_steps(simd::mul(extreme, simd::set1(1.0f / place)), kInt8Unit));
-      const F scale = simd::mul(steps, unit), inverse = safe_inverse(scale);
-      F error = simd::zero();
-      for (int k = 0; k < g.n; ++k) {
-        const F q = round_clip<-127, 127>(simd::mul(g.at(k), inverse)), d = simd::sub(g.at(k), simd::mul(scale, q));
-        error = simd::fma(simd::mul(g.h(k), d), d, error);
-      }
-      best = simd::select_lt(error, least, steps, best);
-      least = simd::select_lt(error, least, error, least);
-    }
+    for (int c = 0; c < kPlaces; c += simd::kScaleCandidates)
+      try_int8<simd::kScaleCandidates>(g, extreme, c, best, least);
     store_steps(panel + t.scale_offset, i, simd::round_int(best));
     const F inverse = safe_inverse(simd::mul(best, unit));
     uint8_t* data = panel + t.data_offset + i * t.group * 16;

@@ -22,6 +22,8 @@ constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
 constexpr int kValueColumns = 2;
 constexpr int kByteRows = 1;
+constexpr int kAffineCandidates = 1;
+constexpr int kScaleCandidates = 1;
 constexpr bool kSignedBytes = true;  // dot4_u8 removes the 128 itself: vpmaddubsw would saturate on the stored byte
 constexpr const char* kName = "avx2";
 
@@ -79,13 +81,50 @@ inline I shift_right(I x, int64_t n) {
 }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F round_float(F x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
+}
 inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 
-inline F load_bf16(const uint16_t* p) {
-  const __m128i* q = reinterpret_cast<const __m128i*>(p);
-  return as_float(shl<16>({_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))}));
+// 8 rows of 8 columns in place
+inline void transpose8(__m256* r) {
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int half = 0; half < 8; half += 4)
+    for (int i = 0; i < 2; ++i) {
+      r[half + 2 * i] = _mm256_shuffle_ps(t[half + i], t[half + 2 + i], 0x44);
+      r[half + 2 * i + 1] = _mm256_shuffle_ps(t[half + i], t[half + 2 + i], 0xEE);
+    }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+  }
+  for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
+inline void transpose(F* rows) {
+  __m256 quarter[4][8];
+  for (int i = 0; i < 8; ++i) {
+    quarter[0][i] = rows[i].a;
+    quarter[1][i] = rows[i].b;
+    quarter[2][i] = rows[i + 8].a;
+    quarter[3][i] = rows[i + 8].b;
+  }
+  for (auto& q : quarter) transpose8(q);
+  for (int i = 0; i < 8; ++i) {
+    rows[i] = {quarter[0][i], quarter[2][i]};
+    rows[i + 8] = {quarter[1][i], quarter[3][i]};
+  }
+}
+inline I iload_u16(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+}
+inline F load_bf16(const uint16_t* p) { return as_float(shl<16>(iload_u16(p))); }
 inline void store_high16(uint16_t* p, I x) {
   const I s = shr<16>(x);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(s.a, s.b), 0xD8);

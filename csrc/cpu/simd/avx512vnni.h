@@ -18,6 +18,8 @@ constexpr int kScoreRows = 6;    // query rows that share a load of K
 constexpr int kValueRows = 6;    // query rows and 16-column groups that share a load of V
 constexpr int kValueColumns = 4;
 constexpr int kByteRows = 3;  // query rows that share a load of an int8 K or V: gcc doubles accumulators of dot4
+constexpr int kAffineCandidates = 5;  // candidates of the int4 search that share a pass over a group
+constexpr int kScaleCandidates = 4;   // the same of symmetric int4 and of int8
 constexpr bool kSignedBytes = false;  // dot4_u8 takes the stored byte (value + 128) and needs the sum correction
 constexpr const char* kName = "avx512vnni";
 
@@ -56,13 +58,40 @@ inline I shr(I a) {
 inline I shift_right(I a, int64_t n) { return _mm512_srl_epi32(a, _mm_cvtsi64_si128(n)); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I round_int(F a) { return _mm512_cvtps_epi32(a); }  // nearest even
+inline F round_float(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F as_float(I a) { return _mm512_castsi512_ps(a); }
 inline I as_int(F a) { return _mm512_castps_si512(a); }
 
-// 16 bfloat16 <-> 16 float (the store truncates: round first)
-inline F load_bf16(const uint16_t* p) {
-  return as_float(shl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+// 16 rows of 16 columns, in place
+inline void transpose(F* rows) {
+  F t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+  for (int quad = 0; quad < 16; quad += 4)  // rows quad .. quad + 3 of column 4 lane + i, lane by lane of 128 bits
+    for (int i = 0; i < 2; ++i) {
+      rows[quad + 2 * i] = _mm512_shuffle_ps(t[quad + i], t[quad + 2 + i], 0x44);
+      rows[quad + 2 * i + 1] = _mm512_shuffle_ps(t[quad + i], t[quad + 2 + i], 0xEE);
+    }
+  for (int i = 0; i < 4; ++i) {  // lanes of 4 rows -> columns of 16
+    const F low02 = _mm512_shuffle_f32x4(rows[i], rows[i + 4], 0x88);
+    const F low13 = _mm512_shuffle_f32x4(rows[i], rows[i + 4], 0xDD);
+    const F high02 = _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0x88);
+    const F high13 = _mm512_shuffle_f32x4(rows[i + 8], rows[i + 12], 0xDD);
+    t[i] = _mm512_shuffle_f32x4(low02, high02, 0x88);
+    t[i + 4] = _mm512_shuffle_f32x4(low13, high13, 0x88);
+    t[i + 8] = _mm512_shuffle_f32x4(low02, high02, 0xDD);
+    t[i + 12] = _mm512_shuffle_f32x4(low13, high13, 0xDD);
+  }
+  for (int i = 0; i < 16; ++i) rows[i] = t[i];
 }
+inline I iload_u16(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// 16 bfloat16 <-> 16 float (the store truncates: round first)
+inline F load_bf16(const uint16_t* p) { return as_float(shl<16>(iload_u16(p))); }
 inline void store_high16(uint16_t* p, I a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(shr<16>(a)));
 }

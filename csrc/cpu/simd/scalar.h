@@ -24,6 +24,8 @@ constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
 constexpr int kValueColumns = 2;
 constexpr int kByteRows = 1;
+constexpr int kAffineCandidates = 1;
+constexpr int kScaleCandidates = 1;
 constexpr bool kSignedBytes = false;
 constexpr const char* kName = "scalar";
 
@@ -73,6 +75,7 @@ inline I round_int(F a) {
   PE_MAP(I, (a.v[i] >= -2147483648.0f && a.v[i] < 2147483648.0f) ? static_cast<int32_t>(__builtin_rintf(a.v[i]))
                                                                  : INT32_MIN);
 }
+inline F round_float(F a) { PE_MAP(F, __builtin_rintf(a.v[i])); }
 inline F as_float(I a) {
   F r;
   __builtin_memcpy(&r, &a, sizeof r);
@@ -84,6 +87,15 @@ inline I as_int(F a) {
   return r;
 }
 
+inline void transpose(F* rows) {
+  for (int r = 0; r < 16; ++r)
+    for (int c = 0; c < r; ++c) {
+      const float x = rows[r].v[c];
+      rows[r].v[c] = rows[c].v[r];
+      rows[c].v[r] = x;
+    }
+}
+inline I iload_u16(const uint16_t* p) { PE_MAP(I, p[i]); }
 inline F load_bf16(const uint16_t* p) {
   I r;
   PE_LANES r.v[i] = static_cast<int32_t>(static_cast<uint32_t>(p[i]) << 16);
