@@ -13,7 +13,7 @@ from tiny_tokenizers import byte_level
 from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
-from pyengine import weights_cache
+from pyengine import paths, weights_cache
 
 CONFIG = {**CONFIGS["llama"], "vocab_size": 259, "max_position_embeddings": 512}
 IDS = np.random.default_rng(0).integers(0, 258, 40).tolist()
@@ -23,6 +23,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a cache into which every load is written, however quick. Not created here."""
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(weights_cache, "WORTH_SECONDS", -1.0)
+    monkeypatch.setattr(weights_cache, "weights_cache_dir", paths.weights_cache_dir)
     return tmp_path / "cache" / "weights"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the user's shell changes what a test sees."""
     for name in ("PYENGINE_THREADS", "PYENGINE_DEVICE", "PYENGINE_ISA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(weights_cache, "WORTH_SECONDS", float("inf"))  # nothing is left in the user's cache
+    # nothing is left in the user's cache, and nothing is read that another version of the quantizer left there
+    monkeypatch.setattr(weights_cache, "WORTH_SECONDS", float("inf"))
+    monkeypatch.setattr(weights_cache, "weights_cache_dir", lambda: Path("/nonexistent/weights"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from builders import write_tiny_model
+from cache_cases import own_cache
 from golden.golden_cases import CONFIGS
 
 import pyengine
-from pyengine import weights_cache
 from pyengine.cli import cache, generate
 from pyengine.cli.main import main
 
@@ -19,9 +19,7 @@ from pyengine.cli.main import main
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache with two packed models, one of them damaged, and a demo folder."""
-    home = tmp_path / "a cache"
-    monkeypatch.setenv("PYENGINE_CACHE", str(home))
-    monkeypatch.setattr(weights_cache, "WORTH_SECONDS", -1.0)
+    home = own_cache(tmp_path, monkeypatch).parent
     model = write_tiny_model(tmp_path / "model", CONFIGS["llama"])
     for quant in ("int8", "int4"):
         pyengine.load(model, quant=quant, threads=1, log=lambda _: None).close()
