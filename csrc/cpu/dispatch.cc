@@ -3,11 +3,17 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <initializer_list>
 #include <set>
 #include <sstream>
 #include <thread>
@@ -19,18 +25,100 @@ namespace pe {
 extern const KernelTable kernels_scalar;
 #if defined(__x86_64__)
 extern const KernelTable kernels_avx2;
+extern const KernelTable kernels_avxvnni;
 extern const KernelTable kernels_avx512vnni;
+#elif defined(__aarch64__)
+extern const KernelTable kernels_neon;
+extern const KernelTable kernels_neon_dotprod;
+extern const KernelTable kernels_neon_i8mm;
 #endif
+#if defined(PYENGINE_TEST_ISAS)
+extern const KernelTable kernels_avxvnni_evex;
+#endif
+
+namespace {
+
+struct Feature {
+  const char* name;
+  bool present;
+};
+
+#if defined(__x86_64__)
+// EAX of CPUID leaf 7, subleaf 1; __builtin_cpu_supports of older compilers does not know what is there.
+bool leaf7_1_eax(int bit) {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> bit & 1);
+}
+#elif defined(__aarch64__)
+// Bits of Linux's asm/hwcap.h, which may be older than the CPU.
+bool hwcap(unsigned long type, int bit) {
+#if defined(__linux__)
+  return getauxval(type) >> bit & 1;
+#else
+  return false;
+#endif
+}
+#endif
+
+// Every feature that an implementation asks for, usable: the CPU has it and the operating system saves its registers.
+const std::vector<Feature>& features() {
+#if defined(__x86_64__)
+#define PE_FEATURE(name) {name, __builtin_cpu_supports(name) != 0}
+  static const std::vector<Feature> list = {
+      PE_FEATURE("sse4.2"),
+      PE_FEATURE("avx"),
+      PE_FEATURE("avx2"),
+      PE_FEATURE("fma"),
+      {"avxvnni", __builtin_cpu_supports("avx2") && leaf7_1_eax(4)},
+      PE_FEATURE("avx512f"),
+      PE_FEATURE("avx512bw"),
+      PE_FEATURE("avx512vl"),
+      PE_FEATURE("avx512dq"),
+      PE_FEATURE("avx512vnni"),
+      PE_FEATURE("avx512bf16"),
+  };
+#undef PE_FEATURE
+#elif defined(__aarch64__)
+  static const std::vector<Feature> list = {
+      {"asimd", true}, {"asimddp", hwcap(AT_HWCAP, 20)}, {"i8mm", hwcap(AT_HWCAP2, 13)}};
+#else
+  static const std::vector<Feature> list;
+#endif
+  return list;
+}
+
+bool has(std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    bool found = false;
+    for (const Feature& f : features()) found = found || (f.present && std::strcmp(f.name, name) == 0);
+    if (!found) return false;
+  }
+  return true;
+}
+
+std::string names_of(bool available_only) {
+  std::string text;
+  for (const auto& one : implementations())
+    if (one.available || !available_only) text += std::string(text.empty() ? "" : ", ") + one.name;
+  return text;
+}
+
+}  // namespace
 
 const std::vector<Implementation>& implementations() {
   static const std::vector<Implementation> list = {
       {"scalar", &kernels_scalar, true},
+#if defined(PYENGINE_TEST_ISAS)
+      {"avxvnni_evex", &kernels_avxvnni_evex, has({"avx2", "fma", "avx512f", "avx512vl", "avx512vnni"})},
+#endif
 #if defined(__x86_64__)
-      // __builtin_cpu_supports looks at CPUID and at what the operating system saves (XCR0)
-      {"avx2", &kernels_avx2, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")},
-      {"avx512vnni", &kernels_avx512vnni,
-       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma")},
+      {"avx2", &kernels_avx2, has({"avx2", "fma"})},
+      {"avxvnni", &kernels_avxvnni, has({"avx2", "fma", "avxvnni"})},
+      {"avx512vnni", &kernels_avx512vnni, has({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "fma"})},
+#elif defined(__aarch64__)
+      {"neon", &kernels_neon, true},
+      {"neon_dotprod", &kernels_neon_dotprod, has({"asimddp"})},
+      {"neon_i8mm", &kernels_neon_i8mm, has({"asimddp", "i8mm"})},
 #endif
   };
   return list;
@@ -45,35 +133,18 @@ const KernelTable& choose_kernels(const char* name) {
     for (const auto& one : list) {
       if (std::strcmp(one.name, name) != 0) continue;
       if (!one.available)
-        fail(PE_RESOURCE, "ISA '%s' is not available on this CPU (it has: %s)", name, cpu_features().c_str());
+        fail(PE_RESOURCE, "ISA '%s' is not available on this CPU; expected one of %s", name, names_of(true).c_str());
       return *one.table;
     }
   }
-  std::string known;
-  for (const auto& one : list) known += std::string(known.empty() ? "" : ", ") + one.name;
-  fail(PE_RESOURCE, "ISA '%.100s' is unknown; expected one of %s", name ? name : "", known.c_str());
+  fail(PE_RESOURCE, "ISA '%.100s' is unknown; expected one of %s", name ? name : "", names_of(false).c_str());
 }
 
 const std::string& cpu_features() {
   static const std::string text = [] {
     std::string s;
-#if defined(__x86_64__)
-#define PE_FEATURE(name) \
-  if (__builtin_cpu_supports(name)) s += std::string(s.empty() ? "" : " ") + name
-    PE_FEATURE("sse4.2");
-    PE_FEATURE("avx");
-    PE_FEATURE("avx2");
-    PE_FEATURE("fma");
-    PE_FEATURE("avx512f");
-    PE_FEATURE("avx512bw");
-    PE_FEATURE("avx512vl");
-    PE_FEATURE("avx512dq");
-    PE_FEATURE("avx512vnni");
-    PE_FEATURE("avx512bf16");
-#undef PE_FEATURE
-#elif defined(__aarch64__)
-    s = "neon";
-#endif
+    for (const Feature& f : features())
+      if (f.present) s += std::string(s.empty() ? "" : " ") + f.name;
     return s;
   }();
   return text;

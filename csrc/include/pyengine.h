@@ -43,7 +43,7 @@ PE_API int32_t pe_abi_version(void);
 PE_API const char* pe_last_error(void);    /* of the calling thread; valid until its next call */
 PE_API const char* pe_compiler(void);      /* the compiler that built the library */
 PE_API int32_t pe_isa_count(void);         /* implementations compiled in, worst first */
-PE_API const char* pe_isa_name(int32_t i); /* "scalar", "avx2", "avx512vnni"; NULL past the end */
+PE_API const char* pe_isa_name(int32_t i); /* "scalar", "avx2", "neon" ...; NULL past the end */
 PE_API int32_t pe_isa_available(int32_t i);
 PE_API const char* pe_cpu_features(void); /* space separated */
 PE_API int32_t pe_default_threads(void);  /* min(affinity, cgroup quota, physical cores), at least 1 */

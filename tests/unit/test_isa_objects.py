@@ -37,17 +37,32 @@ def checker() -> ModuleType:
     return module
 
 
-def compile_object(folder: Path, isa: str, code: str, *flags: str) -> Path:
+def compile_object(folder: Path, isa: str, code: str, *flags: str, compiler: str = "g++") -> Path:
     source, target = folder / f"isa_{isa}.cc", folder / f"isa_{isa}.cc.o"
     source.write_text(code, encoding="utf-8")
     options = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", *flags]
-    subprocess.run(["g++", *options, "-c", str(source), "-o", str(target)], check=True, capture_output=True)
+    subprocess.run([compiler, *options, "-c", str(source), "-o", str(target)], check=True, capture_output=True)
     return target
+
+
+DOT = "#include <immintrin.h>\nnamespace { [[gnu::used]] __m256i dot(__m256i x) { return %s(x, x, x); } }"
+VEX, EVEX = GOOD + DOT % "_mm256_dpbusd_avx_epi32", GOOD + DOT % "_mm256_dpbusd_epi32"
+EVEX_FLAGS = ["-mavx512vl", "-mavx512vnni"]
+TILE = 'namespace { [[gnu::used]] void tile() { __asm__("tilezero %tmm0"); } }'
 
 
 @pytest.mark.parametrize(("isa", "flags"), [("scalar", []), ("avx2", ["-mavx2"]), ("avx512vnni", ["-mavx512f"])])
 def test_a_good_object_has_no_findings(checker: ModuleType, tmp_path: Path, isa: str, flags: list[str]) -> None:
     assert checker.check(compile_object(tmp_path, isa, GOOD, *flags)) == []
+
+
+@pytest.mark.parametrize(
+    ("isa", "code", "flags"), [("avxvnni", VEX, ["-mavxvnni"]), ("avxvnni_evex", EVEX, EVEX_FLAGS)]
+)
+def test_dot_products_are_good_in_their_own_object(
+    checker: ModuleType, tmp_path: Path, isa: str, code: str, flags: list[str]
+) -> None:
+    assert checker.check(compile_object(tmp_path, isa, code, *flags)) == []
 
 
 MASK = 'namespace { [[gnu::used]] void mask() { __asm__("kxorw %k1, %k1, %k1"); } }'
@@ -61,6 +76,10 @@ MASK = 'namespace { [[gnu::used]] void mask() { __asm__("kxorw %k1, %k1, %k1"); 
         ("scalar", GOOD, ["-mavx", "-mprefer-vector-width=128"]),
         ("avx2", GOOD, ["-mavx512f", "-mprefer-vector-width=512"]),
         ("avx2", GOOD + MASK, ["-mavx2"]),
+        ("avx2", VEX, ["-mavxvnni"]),
+        ("avx512vnni", VEX, ["-mavxvnni"]),
+        ("avxvnni", EVEX, EVEX_FLAGS),
+        ("avx512vnni", GOOD + TILE, []),
     ],
 )
 def test_instructions_of_a_wider_isa_are_found(
@@ -69,6 +88,34 @@ def test_instructions_of_a_wider_isa_are_found(
     findings = checker.check(compile_object(tmp_path, isa, code, *flags))
     assert len(findings) == 1
     assert "instructions beyond" in findings[0]
+
+
+ARM = "aarch64-linux-gnu-g++"
+ARM_DOT = (
+    "#include <arm_neon.h>\nnamespace { [[gnu::used]] int32x4_t dot(int32x4_t s, %s x, int8x16_t y) { return %s; } }"
+)
+SDOT = GOOD + ARM_DOT % ("int8x16_t", "vdotq_s32(s, x, y)")
+USDOT = GOOD + ARM_DOT % ("uint8x16_t", "vusdotq_s32(s, x, y)")
+DOTPROD, I8MM = "-march=armv8.2-a+dotprod", "-march=armv8.2-a+dotprod+i8mm"
+
+
+@pytest.mark.skipif(shutil.which(ARM) is None, reason="needs g++-aarch64-linux-gnu")
+@pytest.mark.parametrize(
+    ("isa", "code", "flag", "good"),
+    [
+        ("scalar", GOOD, "-march=armv8-a", True),
+        ("neon", GOOD, "-march=armv8-a", True),
+        ("neon_dotprod", SDOT, DOTPROD, True),
+        ("neon_i8mm", USDOT, I8MM, True),
+        ("scalar", SDOT, DOTPROD, False),
+        ("neon", SDOT, DOTPROD, False),
+        ("neon_dotprod", USDOT, I8MM, False),
+        ("neon_i8mm", GOOD, "-march=armv8.2-a+sve", False),
+    ],
+)
+def test_objects_for_aarch64(checker: ModuleType, tmp_path: Path, isa: str, code: str, flag: str, good: bool) -> None:
+    findings = checker.check(compile_object(tmp_path, isa, code, flag, compiler=ARM))
+    assert [("instructions beyond" in finding) for finding in findings] == ([] if good else [True])
 
 
 @pytest.mark.parametrize(

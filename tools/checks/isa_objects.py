@@ -5,12 +5,14 @@
 
 Each isa_<name>.cc.o must define exactly one global symbol, a constant table in read-only data; no weak, common or
 unique symbols (an inline function compiled for AVX2 could be the copy that the linker keeps); no static initialisers
-(they would run at load). On x86-64 the disassembly may use only the registers of its ISA, and no other object may use
-more than the baseline. Needs nm and objdump (binutils). Exit 0 if all is well, else 1 with one line per finding.
+(they would run at load). On x86-64 and aarch64 the disassembly may use only the registers and instructions of its ISA,
+and no other object may use more than the baseline. Needs nm and objdump (binutils; for objects of another machine also
+its cross objdump). Exit 0 if all is well, else 1 with one line per finding.
 """
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
@@ -19,12 +21,26 @@ from pathlib import Path
 READ_ONLY = (".rodata", ".data.rel.ro")
 INITIALISERS = (".init_array", ".preinit_array", ".ctors", ".init")
 MASK_OR_HIGH = r"%k[0-7]\b|%[xyz]mm(?:1[6-9]|2\d|3[01])\b"  # only EVEX, that is AVX-512, can name these
+TILE = r"%tmm\d|\t(?:ldtilecfg|tilerelease)"
+VEX_DOT = r"\{vex\} vpdp"  # AVX-VNNI; without {vex} it is the form of AVX512-VNNI
+NEWER_ARM = r"\b[zp]\d+[./]|\tbf(?:dot|mmla|mlal)|\t(?:casp?|swp|ld(?:add|clr|eor|set))a?l?[bh]?\t"  # SVE, bf16, LSE
+MATMUL = r"\t(?:us|su)dot\t|\t(?:[su]|us)mmla\t"
 FORBIDDEN = {
-    "baseline": re.compile(rf"%[yz]mm|{MASK_OR_HIGH}|\tv[a-z0-9]+ .*%xmm"),
-    "avx2": re.compile(rf"%zmm|{MASK_OR_HIGH}"),
-    "avx512vnni": re.compile(r"(?!)"),
-    "neon": re.compile(r"(?!)"),
+    "x86-64": {
+        "baseline": re.compile(rf"%[yz]mm|{MASK_OR_HIGH}|{TILE}|\t(?:\{{vex\}} )?v[a-z0-9]+ .*%xmm"),
+        "avx2": re.compile(rf"%zmm|{MASK_OR_HIGH}|{TILE}|vpdp"),
+        "avxvnni": re.compile(rf"%zmm|{MASK_OR_HIGH}|{TILE}|\tvpdp"),
+        "avx512vnni": re.compile(rf"{TILE}|{VEX_DOT}"),
+        "avxvnni_evex": re.compile(rf"{TILE}|{VEX_DOT}"),  # of builds with PYENGINE_TEST_ISAS
+    },
+    "aarch64": {
+        "baseline": re.compile(rf"{NEWER_ARM}|{MATMUL}|\t[su]dot\t"),
+        "neon": re.compile(rf"{NEWER_ARM}|{MATMUL}|\t[su]dot\t"),
+        "neon_dotprod": re.compile(rf"{NEWER_ARM}|{MATMUL}"),
+        "neon_i8mm": re.compile(NEWER_ARM),
+    },
 }
+ELF_MACHINES = {62: "x86-64", 183: "aarch64"}
 
 
 def run(*command: str) -> str:
@@ -73,9 +89,21 @@ def symbol_findings(path: Path) -> list[str]:
     return findings
 
 
-def register_findings(path: Path, isa: str) -> list[str]:
-    text = run("objdump", "-d", "--no-show-raw-insn", str(path))
-    hits = [line.strip() for line in text.splitlines() if FORBIDDEN[isa].search(line)]
+def machine_of(path: Path) -> str:
+    """'x86-64', 'aarch64', or the number of another machine."""
+    number = int.from_bytes(path.read_bytes()[18:20], "little")
+    return ELF_MACHINES.get(number, str(number))
+
+
+def disassembler(machine: str) -> str:
+    """objdump, or the cross one for objects of another machine than this."""
+    own = "x86-64" if platform.machine() == "x86_64" else platform.machine()
+    return "objdump" if machine == own else f"{machine.replace('-', '_')}-linux-gnu-objdump"
+
+
+def instruction_findings(path: Path, machine: str, isa: str) -> list[str]:
+    text = run(disassembler(machine), "-d", "--no-show-raw-insn", str(path))
+    hits = [line.strip() for line in text.splitlines() if FORBIDDEN[machine][isa].search(line)]
     if not hits:
         return []
     return [f"{len(hits)} instructions beyond {isa}; the first: {' '.join(hits[0].split())}"]
@@ -83,14 +111,14 @@ def register_findings(path: Path, isa: str) -> list[str]:
 
 def check(path: Path) -> list[str]:
     """The findings of one object file, empty if it is as it should be."""
-    isa = isa_of(path)
-    is_x86 = "x86-64" in run("objdump", "-f", str(path))
+    isa, machine = isa_of(path), machine_of(path)
     findings = [] if isa is None else symbol_findings(path)
     name = isa if isa is not None and isa != "scalar" else "baseline"
-    if name not in FORBIDDEN:
-        findings.append(f"ISA {name} is unknown to this check; expected one of {sorted(FORBIDDEN)}")
-    elif is_x86:
-        findings += register_findings(path, name)
+    known = FORBIDDEN.get(machine, {"baseline": None})
+    if name not in known:
+        findings.append(f"ISA {name} is unknown to this check; expected one of {sorted(known)}")
+    elif machine in FORBIDDEN:
+        findings += instruction_findings(path, machine, name)
     return findings
 
 

@@ -1,4 +1,5 @@
-// The 16-lane trait for AVX2 with FMA: two halves of 8 lanes.
+// The 16-lane trait for AVX2 with FMA: two halves of 8 lanes. avxvnni.h is the same but for the dot product, an
+// instruction there: PE_DPBUSD_256 names the intrinsic.
 #pragma once
 
 #include <immintrin.h>
@@ -24,8 +25,6 @@ constexpr int kValueColumns = 2;
 constexpr int kByteRows = 1;
 constexpr int kAffineCandidates = 1;
 constexpr int kScaleCandidates = 1;
-constexpr bool kSignedBytes = true;  // dot4_u8 removes the 128 itself: vpmaddubsw would saturate on the stored byte
-constexpr const char* kName = "avx2";
 
 inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -160,6 +159,18 @@ inline B high_nibbles(B x) {
   const __m256i m = _mm256_set1_epi8(15);
   return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m), _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
 }
+#ifdef PE_DPBUSD_256
+constexpr bool kSignedBytes = false;
+inline I dot4_u4(I acc, B w, const int8_t* p) {
+  int32_t a;
+  __builtin_memcpy(&a, p, 4);
+  const __m256i x = _mm256_set1_epi32(a);
+  return {PE_DPBUSD_256(acc.a, w.a, x), PE_DPBUSD_256(acc.b, w.b, x)};
+}
+inline I dot4_u8(I acc, B w, const int8_t* p) { return dot4_u4(acc, w, p); }
+#else
+constexpr const char* kName = "avx2";
+constexpr bool kSignedBytes = true;  // dot4_u8 removes the 128 itself: vpmaddubsw would saturate on the stored byte
 inline I dot4_u4(I acc, B w, const int8_t* p) {
   int32_t a;
   __builtin_memcpy(&a, p, 4);
@@ -176,6 +187,7 @@ inline I dot4_u8(I acc, B w, const int8_t* p) {
   const __m256i pb = _mm256_maddubs_epi16(_mm256_abs_epi8(wb), _mm256_sign_epi8(x, wb));
   return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(pa, ones)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(pb, ones))};
 }
+#endif
 
 // into the second level: prefetches into the first wait for its few miss buffers
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
