@@ -2,6 +2,8 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -27,6 +29,7 @@ extern const KernelTable kernels_scalar;
 extern const KernelTable kernels_avx2;
 extern const KernelTable kernels_avxvnni;
 extern const KernelTable kernels_avx512vnni;
+extern const KernelTable kernels_avx512vnni_amx;
 #elif defined(__aarch64__)
 extern const KernelTable kernels_neon;
 extern const KernelTable kernels_neon_dotprod;
@@ -34,6 +37,7 @@ extern const KernelTable kernels_neon_i8mm;
 #endif
 #if defined(PYENGINE_TEST_ISAS)
 extern const KernelTable kernels_avxvnni_evex;
+extern const KernelTable kernels_avx512vnni_amx_emulated;
 #endif
 
 namespace {
@@ -48,6 +52,24 @@ struct Feature {
 bool leaf7_1_eax(int bit) {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> bit & 1);
+}
+
+// AMX: the CPU has tiles and int8 products on them, the system saves both parts of their state (XCR0 bits 17 and 18),
+// and Linux grants this process the use of it (arch_prctl, ARCH_REQ_XCOMP_PERM), without which the first tile is a
+// SIGILL.
+bool amx_int8() {
+#if defined(__linux__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE: xgetbv may be used
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 24 & 1) || !(d >> 25 & 1)) return false;
+  unsigned xcr0, high;
+  __asm__ __volatile__("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+  constexpr unsigned kTileState = 3u << 17;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return (xcr0 & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
 }
 #elif defined(__aarch64__)
 // Bits of Linux's asm/hwcap.h, which may be older than the CPU.
@@ -76,6 +98,7 @@ const std::vector<Feature>& features() {
       PE_FEATURE("avx512dq"),
       PE_FEATURE("avx512vnni"),
       PE_FEATURE("avx512bf16"),
+      {"amx-int8", amx_int8()},
   };
 #undef PE_FEATURE
 #elif defined(__aarch64__)
@@ -96,6 +119,11 @@ bool has(std::initializer_list<const char*> names) {
   return true;
 }
 
+#if defined(__x86_64__)
+constexpr std::initializer_list<const char*> kAvx512Vnni = {"avx512f",  "avx512bw",   "avx512vl",
+                                                            "avx512dq", "avx512vnni", "fma"};
+#endif
+
 std::string names_of(bool available_only) {
   std::string text;
   for (const auto& one : implementations())
@@ -109,12 +137,15 @@ const std::vector<Implementation>& implementations() {
   static const std::vector<Implementation> list = {
       {"scalar", &kernels_scalar, true},
 #if defined(PYENGINE_TEST_ISAS)
-      {"avxvnni_evex", &kernels_avxvnni_evex, has({"avx2", "fma", "avx512f", "avx512vl", "avx512vnni"})},
+      {"avxvnni_evex", &kernels_avxvnni_evex, has(kAvx512Vnni)},
+      {"avx512vnni_amx_emulated", &kernels_avx512vnni_amx_emulated, has(kAvx512Vnni)},
 #endif
 #if defined(__x86_64__)
       {"avx2", &kernels_avx2, has({"avx2", "fma"})},
       {"avxvnni", &kernels_avxvnni, has({"avx2", "fma", "avxvnni"})},
-      {"avx512vnni", &kernels_avx512vnni, has({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "fma"})},
+      // before avx512vnni, so that it must be asked for, until a CPU that has it has run the tests
+      {"avx512vnni_amx", &kernels_avx512vnni_amx, has(kAvx512Vnni) && has({"amx-int8"})},
+      {"avx512vnni", &kernels_avx512vnni, has(kAvx512Vnni)},
 #elif defined(__aarch64__)
       {"neon", &kernels_neon, true},
       {"neon_dotprod", &kernels_neon_dotprod, has({"asimddp"})},

@@ -31,7 +31,9 @@ FORBIDDEN = {
         "avx2": re.compile(rf"%zmm|{MASK_OR_HIGH}|{TILE}|vpdp"),
         "avxvnni": re.compile(rf"%zmm|{MASK_OR_HIGH}|{TILE}|\tvpdp"),
         "avx512vnni": re.compile(rf"{TILE}|{VEX_DOT}"),
+        "avx512vnni_amx": re.compile(VEX_DOT),
         "avxvnni_evex": re.compile(rf"{TILE}|{VEX_DOT}"),  # of builds with PYENGINE_TEST_ISAS
+        "avx512vnni_amx_emulated": re.compile(rf"{TILE}|{VEX_DOT}"),
     },
     "aarch64": {
         "baseline": re.compile(rf"{NEWER_ARM}|{MATMUL}|\t[su]dot\t"),

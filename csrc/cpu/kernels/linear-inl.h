@@ -287,6 +287,12 @@ void gemv_panels(const LinearArgs& a) {
   }
 }
 
+#ifdef PE_TILES
+// As many of one panel's tokens as tiles take; returns their number. bytes: [padded_cols / 4][16][4]. In tiles-inl.h.
+template <int FORMAT, int SUB>
+int64_t tile_panel(const LinearArgs& a, const uint8_t* bytes, int64_t panel);
+#endif
+
 template <int FORMAT, int SUB>
 void linear_format(const LinearArgs& a) {
   constexpr bool kFloat = FORMAT == PE_F32 || FORMAT == PE_BF16;
@@ -308,7 +314,11 @@ void linear_format(const LinearArgs& a) {
       unpack_panel(bytes, a.weight->padded_cols, a.scratch);
       bytes = a.scratch;
     }
-    for (int64_t t = 0; t < a.tokens;) {
+    int64_t t = 0;
+#ifdef PE_TILES
+    if constexpr (!kFloat) t = tile_panel<FORMAT, SUB>(a, bytes, panel);
+#endif
+    while (t < a.tokens) {
       const int64_t left = a.tokens - t;
       if (T > kSmall && left <= kSmall) {
         if constexpr (kFloat)

@@ -13,6 +13,9 @@ using namespace pe;
 #include "cpu/kernels/math-inl.h"
 #include "cpu/kernels/rows-inl.h"
 #include "cpu/kernels/linear-inl.h"
+#ifdef PE_TILES
+#include "cpu/kernels/tiles-inl.h"
+#endif
 #include "cpu/kernels/attention_int8-inl.h"
 #include "cpu/kernels/attention-inl.h"
 #include "cpu/kernels/pack-inl.h"

@@ -21,7 +21,9 @@ constexpr int kByteRows = 3;  // query rows that share a load of an int8 K or V:
 constexpr int kAffineCandidates = 5;  // candidates of the int4 search that share a pass over a group
 constexpr int kScaleCandidates = 4;   // the same of symmetric int4 and of int8
 constexpr bool kSignedBytes = false;  // dot4_u8 takes the stored byte (value + 128) and needs the sum correction
+#ifndef PE_TILES
 constexpr const char* kName = "avx512vnni";
+#endif
 
 inline F zero() { return _mm512_setzero_ps(); }
 inline F set1(float x) { return _mm512_set1_ps(x); }
