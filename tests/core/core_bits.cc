@@ -96,6 +96,7 @@ void linears(Client& c, Recorder& out) {
         std::fprintf(stderr, "%s: %s: the first %d of %d tokens differ\n", pe_backend_isa(c.backend), what.c_str(), m,
                      kTokens);
         ++failures;
+        break;
       }
     }
 }

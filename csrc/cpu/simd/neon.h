@@ -29,6 +29,10 @@ constexpr int kByteRows = 1;
 constexpr int kAffineCandidates = 1;
 constexpr int kScaleCandidates = 1;
 
+#define PE_QUARTERS _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i)
+#define PE_ROW_PAIRS _Pragma("GCC unroll 8") for (int i = 0; i < 8; ++i)
+#define PE_TOKEN_PAIRS _Pragma("GCC unroll 2") for (int i = 0; i < 2; ++i)
+
 // The same function on every quarter of x, of x and y, or of x and a constant.
 #define PE_MAP1(T, f) \
   return T { f(x.a), f(x.b), f(x.c), f(x.d) }
@@ -190,6 +194,7 @@ inline B high_nibbles(B x) { PE_MAPN(B, vshrq_n_u8, 4); }
 
 // acc[i] += w[4 i] a[4 i] + ... + w[4 i + 3] a[4 i + 3]
 #if defined(__ARM_FEATURE_MATMUL_INT8)
+#define PE_TILES
 constexpr const char* kName = "neon_i8mm";
 constexpr bool kSignedBytes = false;
 inline int32x4_t dot16(int32x4_t acc, uint8x16_t w, int8x16_t a) { return vusdotq_s32(acc, w, a); }
@@ -218,8 +223,91 @@ inline B flip_signs(B x) {
 }
 inline I dot4_u8(I acc, B w, const int8_t* p) { return dot4_u4(acc, kSignedBytes ? flip_signs(w) : w, p); }
 
+#ifdef PE_TILES
+constexpr int kTileRows = 4;  // tokens that tile_sums takes at once
+
+inline uint8x16_t zip_low(uint8x16_t x, uint8x16_t y) {
+  return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y)));
+}
+inline uint8x16_t zip_high(uint8x16_t x, uint8x16_t y) {
+  return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(x), vreinterpretq_u32_u8(y)));
+}
+// Two steps of 4 columns -> 16 rows of 8 columns, two in a register: the operands of usmmla.
+inline void zip_steps(uint8x16_t* out, B x, B y) {
+  const uint8x16_t first[4] = {x.a, x.b, x.c, x.d}, second[4] = {y.a, y.b, y.c, y.d};
+  PE_QUARTERS {
+    out[2 * i] = zip_low(first[i], second[i]);
+    out[2 * i + 1] = zip_high(first[i], second[i]);
+  }
+}
+// The weights as tile_sums reads them, in scratch, where they may be already: a step without a neighbour stays.
+template <int SUB>
+inline const uint8_t* tile_begin(const uint8_t* bytes, int64_t padded_cols, uint8_t* scratch) {
+  int64_t k = 0;
+  for (; k + 8 <= padded_cols; k += 8) {
+    uint8x16_t pairs[8];
+    zip_steps(pairs, bload(bytes + 16 * k), bload(bytes + 16 * k + 64));
+    bstore(scratch + 16 * k, {pairs[0], pairs[1], pairs[2], pairs[3]});
+    bstore(scratch + 16 * k + 64, {pairs[4], pairs[5], pairs[6], pairs[7]});
+  }
+  if (k < padded_cols) bstore(scratch + 16 * k, bload(bytes + 16 * k));
+  return scratch;
+}
+inline void tile_end() {}
+
+struct TileSums {  // [2 pairs of tokens][8 pairs of rows], each the 4 sums (row 0: token 0, token 1; row 1 the same)
+  int32x4_t v[2][8];
+};
+inline void tile_step(TileSums& s, const uint8x16_t* weights, const int8_t* q, int64_t stride) {
+  const int8x16_t first = vcombine_s8(vld1_s8(q), vld1_s8(q + stride));
+  const int8x16_t second = vcombine_s8(vld1_s8(q + 2 * stride), vld1_s8(q + 3 * stride));
+  PE_ROW_PAIRS {
+    s.v[0][i] = vusmmlaq_s32(s.v[0][i], weights[i], first);
+    s.v[1][i] = vusmmlaq_s32(s.v[1][i], weights[i], second);
+  }
+}
+inline void tile_clear(TileSums& s) { PE_ROW_PAIRS s.v[0][i] = s.v[1][i] = vdupq_n_s32(0); }
+inline void tile_unzip(const TileSums& s, I* sums) {
+  PE_TOKEN_PAIRS {
+    const int32x4_t* v = s.v[i];
+    sums[2 * i] = {vuzp1q_s32(v[0], v[1]), vuzp1q_s32(v[2], v[3]), vuzp1q_s32(v[4], v[5]), vuzp1q_s32(v[6], v[7])};
+    sums[2 * i + 1] = {vuzp2q_s32(v[0], v[1]), vuzp2q_s32(v[2], v[3]), vuzp2q_s32(v[4], v[5]), vuzp2q_s32(v[6], v[7])};
+  }
+}
+inline void tile_pair(TileSums& s, const int8_t* q, int64_t stride, const uint8_t* bytes) {
+  const B x = bload(bytes), y = bload(bytes + 64);
+  const uint8x16_t weights[8] = {x.a, x.b, x.c, x.d, y.a, y.b, y.c, y.d};
+  tile_step(s, weights, q, stride);
+}
+// sums[j], lane r = sum over SUB columns of the stored byte of row r times the activation of token j at q + j * stride
+template <int SUB>
+inline void tile_sums(I* sums, const int8_t* q, int64_t stride, const uint8_t* bytes) {
+  TileSums s;
+  tile_clear(s);
+  for (int k = 0; k < SUB; k += 8) tile_pair(s, q + k, stride, bytes + 16 * k);
+  tile_unzip(s, sums);
+}
+// The same for any multiple of 4; reads the activations in eights, of which those past the columns meet zeros.
+inline void tile_sums_rest(I* sums, const int8_t* q, int64_t stride, const uint8_t* bytes, int64_t columns) {
+  TileSums s;
+  tile_clear(s);
+  int64_t k = 0;
+  for (; k + 8 <= columns; k += 8) tile_pair(s, q + k, stride, bytes + 16 * k);
+  if (k < columns) {
+    uint8x16_t weights[8];
+    const uint8x16_t none = vdupq_n_u8(0);
+    zip_steps(weights, bload(bytes + 16 * k), {none, none, none, none});
+    tile_step(s, weights, q + k, stride);
+  }
+  tile_unzip(s, sums);
+}
+#endif
+
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+#undef PE_QUARTERS
+#undef PE_ROW_PAIRS
+#undef PE_TOKEN_PAIRS
 #undef PE_MAP1
 #undef PE_MAP2
 #undef PE_MAPN
