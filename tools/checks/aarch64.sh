@@ -3,7 +3,7 @@
 # (tests/core/core_bits.cc), on CPUs with and without the dotprod and i8mm extensions, then the check of the ISA objects.
 #   tools/checks/aarch64.sh [BUILD_DIR]        default: build/aarch64
 # Needs cmake, ninja and Debian's packages g++-aarch64-linux-gnu and qemu-user-static (qemu-user is as good). About
-# 5 minutes on two cores. Exit 1 at the first failure.
+# 7 minutes of CPU time. Exit 1 at the first failure.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 build="${1:-build/aarch64}"
