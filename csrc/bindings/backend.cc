@@ -144,6 +144,18 @@ size_t kv_block_bytes(Backend& b, int32_t group) {
   return bytes;
 }
 
+py::array_t<double> measure(Backend& b, int limit, int64_t work, int32_t passes) {
+  py::array_t<double> rates(passes > 0 ? passes : 1);  // the core refuses other numbers
+  const pe_limit_args args{sizeof(pe_limit_args), limit, work, passes, rates.mutable_data()};
+  pe_status status;
+  {
+    py::gil_scoped_release release;
+    status = pe_limit_measure(b.handle, &args);
+  }
+  check(status);
+  return rates;
+}
+
 }  // namespace
 
 void bind_backend(py::module_& m) {
@@ -151,6 +163,7 @@ void bind_backend(py::module_& m) {
       .def(py::init<int, const std::string&>(), py::arg("threads") = 0, py::arg("isa") = "")
       .def_property_readonly("isa", [](const Backend& b) { return std::string(pe_backend_isa(b.handle)); })
       .def_property_readonly("threads", [](const Backend& b) { return pe_backend_threads(b.handle); })
+      .def("measure", &measure, py::arg("limit"), py::arg("work"), py::arg("passes"))
       .def("tensor_create", &tensor_create, py::arg("format"), py::arg("rows"), py::arg("cols"), py::arg("group") = 0)
       .def("tensor_pack", &tensor_pack, py::arg("id"), py::arg("source"), py::arg("offset") = 0, py::arg("stride") = 1,
            py::arg("importance") = py::none())
@@ -169,6 +182,10 @@ void bind_backend(py::module_& m) {
           [](Backend& b, int32_t group, int32_t blocks) { check(pe_kv_reserve(b.handle, group, blocks)); },
           py::arg("group"), py::arg("blocks"))
       .def("kv_block_bytes", &kv_block_bytes, py::arg("group"));
+  py::enum_<pe_limit>(m, "Limit", py::arithmetic())
+      .value("READ", PE_LIMIT_READ)
+      .value("INT8", PE_LIMIT_INT8)
+      .value("F32", PE_LIMIT_F32);
   py::enum_<pe_format>(m, "Format", py::arithmetic())
       .value("F32", PE_F32)
       .value("BF16", PE_BF16)

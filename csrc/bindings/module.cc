@@ -38,6 +38,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("cpu_features", [] { return py::str(pe_cpu_features()).attr("split")(); });
   m.def("default_threads", &pe_default_threads);
   m.def("compiler", [] { return std::string(pe_compiler()); });
+  m.def("commit", [] { return std::string(pe_commit()); });
   m.def("abi_version", &pe_abi_version);
   m.def(
       "checksum",

@@ -17,7 +17,10 @@ constexpr int kGemvTokens = 8;         // up to here the GEMV kernels run
 constexpr int kTileTokens =
     12;                       // rows a GEMM tile may read past the last token: every activation buffer has that slack
 constexpr int kKvBlock = 32;  // tokens in a KV block
-constexpr int kPartition = 256;  // keys in an attention partition
+constexpr int kPartition = 256;     // keys in an attention partition
+constexpr int kProbeRead = 512;     // bytes that probe_read takes at a time
+constexpr int kProbeSteps = 96;     // dot4 or fma in a round of probe_int8 and probe_f32, 64 or 16 multiply-adds each
+constexpr int kProbeRounds = 4096;  // of one call: more could overflow the sums
 
 // A P16 tensor in memory (docs/packed_formats.md). Panel p starts at data + p * panel_bytes.
 struct Packed {
@@ -118,6 +121,10 @@ struct KernelTable {
   int32_t (*argmax)(const float* x, int64_t n, float* max, int32_t* finite);  // lowest index on ties
   double (*sum_exp)(const float* x, int64_t n, float max);                    // sum of exp(x - max)
   void (*pack_panel)(PackArgs* args);
+  // limits of the machine
+  int32_t (*probe_read)(const uint8_t* p, int64_t bytes);  // sum of the int32 there
+  int32_t (*probe_int8)(int64_t rounds);
+  float (*probe_f32)(int64_t rounds);
 };
 
 }  // namespace pe

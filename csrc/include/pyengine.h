@@ -42,6 +42,7 @@ typedef struct pe_program pe_program;
 PE_API int32_t pe_abi_version(void);
 PE_API const char* pe_last_error(void);    /* of the calling thread; valid until its next call */
 PE_API const char* pe_compiler(void);      /* the compiler that built the library */
+PE_API const char* pe_commit(void);        /* of the sources it was built from; "" where they had no git */
 PE_API int32_t pe_isa_count(void);         /* implementations compiled in, worst first */
 PE_API const char* pe_isa_name(int32_t i); /* "scalar", "avx2", "neon" ...; NULL past the end */
 PE_API int32_t pe_isa_available(int32_t i);
@@ -58,6 +59,26 @@ PE_API pe_status pe_backend_create(const pe_backend_config* config, pe_backend**
 PE_API void pe_backend_destroy(pe_backend* backend); /* programs of it must be destroyed first */
 PE_API const char* pe_backend_isa(const pe_backend* backend);
 PE_API int32_t pe_backend_threads(const pe_backend* backend);
+
+/* ---- limits: what the machine can do with this backend's threads and ISA -------------------------------------------
+ */
+
+typedef enum pe_limit {
+  PE_LIMIT_READ = 0, /* bytes read from memory, each thread its own part of a buffer made for it */
+  PE_LIMIT_INT8,     /* operations of int8 dot products in registers; a multiply-add is two */
+  PE_LIMIT_F32,      /* the same with float32 */
+  PE_LIMIT_COUNT
+} pe_limit;
+
+typedef struct pe_limit_args {
+  uint32_t struct_size;
+  int32_t limit;      /* pe_limit */
+  int64_t work;       /* of a pass, all threads together, rounded up: bytes (up to 2^32), or operations (up to 2^48) */
+  int32_t passes;     /* 1..10000 */
+  double* per_second; /* [passes]: bytes or operations per second of each pass */
+} pe_limit_args;
+
+PE_API pe_status pe_limit_measure(pe_backend* backend, const pe_limit_args* args);
 
 /* ---- tensors: packed weights, embeddings, vectors --------------------------------------------------------------- */
 

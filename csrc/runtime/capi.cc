@@ -57,6 +57,7 @@ const char* pe_compiler(void) {
   return "gcc " __VERSION__;
 #endif
 }
+const char* pe_commit(void) { return PE_COMMIT; }
 int32_t pe_isa_count(void) { return static_cast<int32_t>(implementations().size()); }
 const char* pe_isa_name(int32_t i) {
   return i >= 0 && i < pe_isa_count() ? implementations()[static_cast<size_t>(i)].name : nullptr;
@@ -77,6 +78,15 @@ pe_status pe_backend_create(const pe_backend_config* config, pe_backend** out) {
 void pe_backend_destroy(pe_backend* backend) { delete backend; }
 const char* pe_backend_isa(const pe_backend* backend) { return backend ? backend->kernels.name : nullptr; }
 int32_t pe_backend_threads(const pe_backend* backend) { return backend ? backend->team.size() : 0; }
+
+pe_status pe_limit_measure(pe_backend* backend, const pe_limit_args* args) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    const auto& a = checked(args, "args");
+    check_pointer(a.per_second, "per_second");
+    backend->measure(a);
+  });
+}
 
 pe_status pe_tensor_create(pe_backend* backend, const pe_tensor_desc* desc, int32_t* id) {
   return guarded([&] {

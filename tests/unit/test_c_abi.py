@@ -159,6 +159,7 @@ def test_the_library_says_what_the_extension_says(c: Client) -> None:
     assert names == [isa["name"] for isa in _core.isas()]
     assert [bool(c.lib.pe_isa_available(i)) for i in range(len(names))] == [isa["available"] for isa in _core.isas()]
     assert c.ffi.string(c.lib.pe_compiler()).decode() == _core.compiler()
+    assert c.ffi.string(c.lib.pe_commit()).decode() == _core.commit()
     assert c.ffi.string(c.lib.pe_cpu_features()).decode().split() == _core.cpu_features()
     assert c.lib.pe_default_threads() == _core.default_threads()
     assert c.lib.PE_KV_BLOCK == _core.KV_BLOCK
@@ -168,13 +169,20 @@ def test_the_library_says_what_the_extension_says(c: Client) -> None:
 
 
 def test_enums_of_the_extension_are_those_of_the_header(c: Client) -> None:
-    prefixes = {_core.Format: "PE_", _core.OpKind: "PE_OP_", _core.Stage: "PE_STAGE_", _core.Activation: "PE_"}
-    prefixes[_core.KvDtype] = "PE_KV_"
+    prefixes = {
+        _core.Format: "PE_",
+        _core.OpKind: "PE_OP_",
+        _core.Stage: "PE_STAGE_",
+        _core.Activation: "PE_",
+        _core.KvDtype: "PE_KV_",
+        _core.Limit: "PE_LIMIT_",
+    }
     for enum, prefix in prefixes.items():
         for name, member in enum.__members__.items():
             assert getattr(c.lib, prefix + name) == int(member), name
     assert len(_core.OpKind.__members__) == c.lib.PE_OP_COUNT
     assert len(_core.Stage.__members__) == c.lib.PE_STAGE_COUNT
+    assert len(_core.Limit.__members__) == c.lib.PE_LIMIT_COUNT
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -236,6 +244,40 @@ def test_bytes_at_both_ends_never_saturate(c: Client, isa: str, name: str, byte:
     assert_same_bits(few, y[:3].copy(), "3 tokens")
     c.lib.pe_program_destroy(program)
     c.lib.pe_backend_destroy(backend)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("limit", ["READ", "INT8", "F32"])
+def test_limits_are_measured_pass_by_pass(c: Client, isa: str, limit: str) -> None:
+    """Every pass is written, nothing else is. That the probes do their work the core checks itself, by their sums."""
+    backend = c.backend(isa, threads=2)
+    rates = np.full(5, -1.0)
+    args = {"limit": getattr(c.lib, "PE_LIMIT_" + limit), "passes": 4, "per_second": c.array(rates, "double*")}
+    for work in (1, 1_000_003):
+        c.good(c.lib.pe_limit_measure(backend, c.struct("pe_limit_args", work=work, **args)))
+        assert (rates[:4] > 0).all()
+        assert rates[4] == -1
+        rates[:4] = -1
+    c.lib.pe_backend_destroy(backend)
+
+
+def test_limits_that_cannot_be_measured(c: Client, backend: Any) -> None:
+    lib, null, rates = c.lib, c.ffi.NULL, c.array(np.zeros(1), "double*")
+    good = {"limit": lib.PE_LIMIT_READ, "work": 1 << 20, "passes": 1, "per_second": rates}
+    for change, says in (
+        ({"limit": 3}, "limit 3 is unknown"),
+        ({"limit": -1}, "limit -1"),
+        ({"work": 0}, "work 0 in 1 passes"),
+        ({"work": (1 << 32) + 1}, "expected 1 to 4294967296"),
+        ({"limit": lib.PE_LIMIT_F32, "work": (1 << 48) + 1}, "expected 1 to 281474976710656"),
+        ({"passes": 0}, "in 0 passes"),
+        ({"passes": 10001}, "in 1 to 10000"),
+        ({"per_second": null}, "per_second is NULL"),
+        ({"struct_size": 4}, "struct_size 4"),
+    ):
+        c.bad(lib.pe_limit_measure(backend, c.struct("pe_limit_args", **{**good, **change})), REQUEST, says)
+    c.bad(lib.pe_limit_measure(null, c.struct("pe_limit_args", **good)), REQUEST, "backend is NULL")
+    c.bad(lib.pe_limit_measure(backend, null), REQUEST, "args is NULL")
 
 
 # ---- wrong calls -----------------------------------------------------------------------------------------------------

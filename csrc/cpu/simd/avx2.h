@@ -191,6 +191,10 @@ inline I dot4_u8(I acc, B w, const int8_t* p) {
 
 // into the second level: prefetches into the first wait for its few miss buffers
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+template <class T>
+inline void keep(T& x) {
+  __asm__ volatile("" : "+x"(x.a), "+x"(x.b));
+}
 
 }  // namespace simd
 }  // namespace

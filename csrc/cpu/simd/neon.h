@@ -303,7 +303,11 @@ inline void tile_sums_rest(I* sums, const int8_t* q, int64_t stride, const uint8
 }
 #endif
 
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+template <class T>
+inline void keep(T& x) {
+  __asm__ volatile("" : "+w"(x.a), "+w"(x.b), "+w"(x.c), "+w"(x.d));
+}
 
 #undef PE_QUARTERS
 #undef PE_ROW_PAIRS

@@ -132,6 +132,11 @@ inline I dot4_u4(I acc, B w, const int8_t* p) {
 inline I dot4_u8(I acc, B w, const int8_t* p) { return dot4_u4(acc, w, p); }
 
 inline void prefetch(const void*) {}
+// The compiler takes x for changed, so that nothing computed from it leaves a loop.
+template <class T>
+inline void keep(T& x) {
+  __asm__ volatile("" : "+m"(x));
+}
 
 #undef PE_MAP
 #undef PE_LANES

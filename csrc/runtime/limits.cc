@@ -1,0 +1,82 @@
+// Measuring the machine: the team reads a buffer, or computes in registers, pass by pass between barriers.
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include "core/status.h"
+#include "runtime/backend.h"
+#include "runtime/program.h"
+
+using namespace pe;
+
+namespace {
+
+constexpr int64_t kMaxRead = int64_t{1} << 32, kMaxOps = int64_t{1} << 48;
+constexpr int32_t kMaxPasses = 10000;
+
+// Leaves nothing of [p, p + bytes) in any cache: a big last-level cache keeps a good part of what is read in circles.
+void flush(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) {
+#if defined(__x86_64__)
+    _mm_clflush(p + i);
+#elif defined(__aarch64__)
+    __asm__ __volatile__("dc civac, %0" : : "r"(p + i) : "memory");
+#endif
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+// Runs body(thread) `passes` times on all threads at once, after ready(thread, pass); per_second[i] = work / seconds of
+// pass i.
+template <class Ready, class F>
+void time_passes(Team& team, const pe_limit_args& a, double work, Ready&& ready, F&& body) {
+  uint64_t begin = 0;
+  team.run([&](int thread) {
+    for (int32_t i = 0; i < a.passes; ++i) {
+      ready(thread, i);
+      team.barrier([&] { begin = now_ns(); });  // by the last to arrive: before anyone starts, after all have ended
+      body(thread);
+      team.barrier(
+          [&] { a.per_second[i] = work * 1e9 / static_cast<double>(std::max<uint64_t>(now_ns() - begin, 1)); });
+    }
+  });
+}
+
+}  // namespace
+
+void pe_backend::measure(const pe_limit_args& a) {
+  if (a.limit < 0 || a.limit >= PE_LIMIT_COUNT) fail(PE_REQUEST, "limit %d is unknown", a.limit);
+  const int64_t most = a.limit == PE_LIMIT_READ ? kMaxRead : kMaxOps;
+  if (a.work < 1 || a.work > most || a.passes < 1 || a.passes > kMaxPasses)
+    fail(PE_REQUEST, "work %lld in %d passes; expected 1 to %lld in 1 to %d", static_cast<long long>(a.work), a.passes,
+         static_cast<long long>(most), kMaxPasses);
+  const int64_t threads = team.size();
+  const auto units = [&](int64_t unit) { return (a.work + threads * unit - 1) / (threads * unit); };  // per thread
+  std::atomic<bool> wrong{false};
+  if (a.limit == PE_LIMIT_READ) {
+    const int64_t bytes = units(kProbeRead) * kProbeRead;
+    Memory buffer(static_cast<size_t>(bytes * threads));
+    const auto part = [&](int thread) { return buffer.data() + bytes * thread; };
+    const auto ready = [&](int thread, int32_t pass) {
+      int32_t* p = reinterpret_cast<int32_t*>(part(thread));
+      if (pass == 0) std::fill(p, p + bytes / 4, 1);
+      flush(part(thread), bytes);
+    };
+    time_passes(team, a, static_cast<double>(bytes * threads), ready, [&](int thread) {
+      if (kernels.probe_read(part(thread), bytes) != bytes / 4) wrong = true;
+    });
+  } else {
+    const bool int8 = a.limit == PE_LIMIT_INT8;
+    const int64_t round_ops = int64_t{kProbeSteps} * (int8 ? 64 : kPanel) * 2, rounds = units(round_ops);
+    const auto ready = [](int, int32_t) {};
+    time_passes(team, a, static_cast<double>(rounds * round_ops * threads), ready, [&](int) {
+      for (int64_t left = rounds; left > 0; left -= kProbeRounds) {
+        const int64_t now = std::min<int64_t>(left, kProbeRounds);
+        if (int8 ? kernels.probe_int8(now) == 0 : !(kernels.probe_f32(now) >= 1.0f)) wrong = true;
+      }
+    });
+  }
+  if (wrong) fail(PE_INTERNAL, "a probe of limit %d did not compute what it should", a.limit);
+}
