@@ -16,6 +16,7 @@ import pytest
 
 from pyengine.cli import _options
 from pyengine.errors import RequestError
+from pyengine.reports import machine
 
 VOCAB = 256
 
@@ -163,6 +164,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeEngine:
     fake = FakeEngine(folder=folder)
     monkeypatch.setattr(_options, "model_folder", lambda args, **_: folder)
     monkeypatch.setattr(_options, "open_engine", lambda args, folder, **_: fake)
+    monkeypatch.setattr(machine, "known_read", lambda threads: None)
     for name in ("PYENGINE_THREADS", "PYENGINE_DEVICE", "PYENGINE_ISA"):
         monkeypatch.delenv(name, raising=False)
     return fake

@@ -135,7 +135,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "kv_dtype": args.kv_dtype,
         "threads": threads,
         "device": device(args),
-        "isa": os.environ.get("PYENGINE_ISA") or None,
+        "isa": getattr(args, "isa", None) or os.environ.get("PYENGINE_ISA") or None,
         "calibration": not args.no_calibration,
         "strict": args.strict,
         "cache": not args.no_cache,

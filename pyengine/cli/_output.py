@@ -56,11 +56,12 @@ def _phase(name: str, count: int, milliseconds: float, per_second: float | None)
     return f"{name} {count} tok {_seconds(milliseconds)} {per_second:.1f} tok/s"
 
 
-def statistics_line(record: Mapping[str, Any], *, sampled: bool) -> str:
+def statistics_line(record: Mapping[str, Any], *, sampled: bool, limit_gb_per_s: float | None = None) -> str:
     """The last line of `generate`, from the fields of `generate --json`.
 
     A part whose number is null (nothing was decoded, say) is left out rather than shown as zero. `sampled` adds the
-    seed, with which the text can be repeated; a greedy text does not depend on it.
+    seed, with which the text can be repeated; a greedy text does not depend on it. limit_gb_per_s: the read bandwidth
+    of this machine, if `bench` has measured it.
     """
     timings = record["timings"]
     rate = timings["predicted_per_second"]
@@ -71,7 +72,9 @@ def statistics_line(record: Mapping[str, Any], *, sampled: bool) -> str:
     if record["ffn_share"] is not None:
         parts.append(f"FFN {100 * record['ffn_share']:.1f} % of decode")
     if rate is not None:
-        parts.append(f"{rate * record['weight_bytes_per_token'] / 1e9:.1f} GB/s")
+        read = rate * record["weight_bytes_per_token"] / 1e9
+        fraction = f" ({100 * read / limit_gb_per_s:.0f} % of this machine)" if limit_gb_per_s else ""
+        parts.append(f"{read:.1f} GB/s{fraction}")
     threads = record["threads"]
     how = [
         format_quant(record["quant"], record["group_size"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 from pyengine import __version__
@@ -22,23 +21,11 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def cpu_name() -> str:
-    """The CPU's own name where the system tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, colon, value = line.partition(":")
-        if colon and key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
 def describe() -> dict[str, Any]:
     """The `info --json` object."""
     from pyengine import _core
     from pyengine.paths import cache_dir
+    from pyengine.reports.machine import cpu_name
 
     isas = list(_core.isas())
     threads = _options.environment_threads()

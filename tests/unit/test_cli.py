@@ -62,7 +62,7 @@ def test_no_command_shows_the_help(capsys: Any) -> None:
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    for command in ("generate", "compare", "inspect", "info", "fetch-demo"):
+    for command in ("generate", "compare", "bench", "inspect", "info", "fetch-demo"):
         assert command in err
 
 

@@ -1,0 +1,238 @@
+"""Stage 6, bench: tokens per second of prompts and of decoding, beside what the machine can do at most.
+
+A prompt test `pp512` runs 512 tokens from an empty context and samples once. A decode test `tg128@4096` runs 128 steps
+of one token with 4096 tokens in the KV cache before the first, put there untimed; every step samples greedily. Token
+ids are random but always the same. Tests take turns, round by round, with the limits measured before, between and after
+the rounds, so that a machine that slows down slows all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from pyengine._core import KV_BLOCK
+from pyengine.engine import MAX_BATCH_TOKENS, available_memory
+from pyengine.errors import RequestError, ResourceError
+from pyengine.kv_cache import Sequence
+from pyengine.reports.machine import Gauge, Limits
+
+if TYPE_CHECKING:
+    from pyengine.engine import Engine
+
+WARM_STEPS = 4  # of decoding, untimed
+SEED = 0  # of the token ids
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Test:
+    """`tokens` of a prompt ("pp"), or decode steps ("tg") behind `depth` cached tokens."""
+
+    kind: str
+    tokens: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.tokens}" + (f"@{self.depth}" if self.depth else "")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a test computes and reads per token. A number that has no meaning for the test is None."""
+
+    weight_bytes: int | None = None  # of a decode step
+    kv_bytes: float | None = None  # of a decode step, the mean over the test's depths
+    matrix_ops: int | None = None  # of the layers' matrices, per prompt token; a multiply-add is two
+    integer: bool = True  # whether those are int8 dot products
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of `results` in `bench --json`. Rates and fractions follow from the median; None where not meant."""
+
+    test: str
+    tokens_per_second: float
+    stdev: float | None
+    p10: float
+    p90: float
+    samples: list[float]
+    weight_bytes_per_token: int | None
+    kv_bytes_per_token: float | None
+    gb_per_s: float | None
+    bandwidth_fraction: float | None
+    gops: float | None
+    int8_fraction: float | None
+    f32_fraction: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Runner(Protocol):
+    """What `run` needs of a model: ModelRunner has it."""
+
+    def prepare(self, test: Test) -> None: ...
+
+    def seconds(self, test: Test) -> float: ...
+
+    def work(self, test: Test) -> Work: ...
+
+
+def plan(prompts: list[int], steps: list[int], depths: list[int]) -> list[Test]:
+    """The tests: each prompt length, then each number of decode steps at each depth. RequestError if there is none."""
+    tests = [Test("pp", n) for n in prompts if n] + [Test("tg", n, depth) for n in steps if n for depth in depths]
+    if not tests:
+        raise RequestError("no prompt and no decode length; expected at least one above 0")
+    return list(dict.fromkeys(tests))
+
+
+def summarize(test: Test, seconds: list[float], work: Work, limits: Limits) -> Row:
+    """The row of a test that took so many seconds in each round."""
+    samples = [test.tokens / s for s in seconds]
+    rate = statistics.median(samples)
+    low, high = (float(x) for x in np.percentile(samples, (10, 90)))
+    read = None
+    if work.weight_bytes is not None and work.kv_bytes is not None:
+        read = rate * (work.weight_bytes + work.kv_bytes) / 1e9
+    gops = None if work.matrix_ops is None else rate * work.matrix_ops / 1e9
+    return Row(
+        test=test.name,
+        tokens_per_second=rate,
+        stdev=statistics.stdev(samples) if len(samples) > 1 else None,
+        p10=low,
+        p90=high,
+        samples=samples,
+        weight_bytes_per_token=work.weight_bytes,
+        kv_bytes_per_token=work.kv_bytes,
+        gb_per_s=read,
+        bandwidth_fraction=None if read is None else read / limits.read_gb_per_s,
+        gops=gops,
+        int8_fraction=None if gops is None or not work.integer else gops / limits.int8_gops,
+        f32_fraction=None if gops is None or work.integer else gops / limits.f32_gflops,
+    )
+
+
+def run(
+    runner: Runner, gauge: Gauge, tests: list[Test], *, repetitions: int, progress: Progress | None = None
+) -> list[Row]:
+    """Every test `repetitions` times, in turn, and its row. The limits are those of all of `gauge`'s samples."""
+    done, total = 0, len(tests) * (repetitions + 1)
+
+    def report(what: str) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, total, what)
+        done += 1
+
+    for test in tests:
+        report(f"preparing {test.name}")
+        runner.prepare(test)
+    seconds: dict[Test, list[float]] = {test: [] for test in tests}
+    gauge.sample()
+    for _ in range(repetitions):
+        for test in tests:
+            report(test.name)
+            seconds[test].append(runner.seconds(test))
+        gauge.sample()
+    if progress is not None:
+        progress(total, total, "done")
+    return [summarize(test, seconds[test], runner.work(test), gauge.limits) for test in tests]
+
+
+class ModelRunner:
+    """Runs tests on an engine. The sequences of decode tests stay filled between rounds where they can."""
+
+    def __init__(self, engine: Engine, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.filled: dict[Test, Sequence] = {}
+
+    def check(self, tests: list[Test]) -> None:
+        """RequestError for a test longer than the context, ResourceError for more KV cache than there is memory."""
+        limit, wanted = self.engine.ctx_size, 0.0
+        for test in tests:
+            tokens = test.depth + test.tokens
+            if tokens > limit:
+                raise RequestError(f"{test.name}: {tokens} tokens; expected at most {limit}, the model's context")
+            wanted += tokens * self.engine.pool.bytes_per_token
+        available = available_memory()
+        if available is not None and wanted > available:
+            raise ResourceError(
+                f"the tests' KV caches take {int(wanted)} bytes, {available} are available; expected fewer or shorter"
+            )
+
+    def prepare(self, test: Test) -> None:
+        if test.kind == "pp":
+            self.prompt(min(test.tokens, MAX_BATCH_TOKENS))
+        else:
+            self.decode(test, min(test.tokens, WARM_STEPS))
+
+    def seconds(self, test: Test) -> float:
+        return self.prompt(test.tokens) if test.kind == "pp" else self.decode(test, test.tokens)
+
+    def ids(self, count: int) -> list[int]:
+        ids: list[int] = np.random.default_rng(SEED).integers(0, self.engine.spec.vocab_size, count).tolist()
+        return ids
+
+    def fill(self, sequence: Sequence, ids: list[int]) -> None:
+        """The ids in chunks; the last one samples."""
+        for at in range(0, len(ids), MAX_BATCH_TOKENS):
+            part = ids[at : at + MAX_BATCH_TOKENS]
+            if at + len(part) < len(ids):
+                self.engine.forward([(sequence, part)])
+            else:
+                self.engine.forward([(sequence, part)], rows=np.array([len(part) - 1], np.int32), sampling=[None])
+
+    def prompt(self, tokens: int) -> float:
+        ids, sequence = self.ids(tokens), Sequence(self.engine.pool)
+        try:
+            started = self.clock()
+            self.fill(sequence, ids)
+            return self.clock() - started
+        finally:
+            sequence.close()
+
+    def decode(self, test: Test, steps: int) -> float:
+        sequence = self.at_depth(test)
+        rows = np.zeros(1, np.int32)
+        ids = self.ids(test.depth + steps)[test.depth :]
+        started = self.clock()
+        for token in ids:
+            self.engine.forward([(sequence, [token])], rows=rows, sampling=[None])
+        return self.clock() - started
+
+    def at_depth(self, test: Test) -> Sequence:
+        """The test's sequence at its depth; filled again where a window gave back what the first steps would see."""
+        sequence = self.filled.setdefault(test, Sequence(self.engine.pool))
+        try:
+            if sequence.length:
+                sequence.truncate(test.depth)
+        except RequestError:
+            sequence.close()
+        if sequence.length < test.depth:
+            self.fill(sequence, self.ids(test.depth))
+        return sequence
+
+    def work(self, test: Test) -> Work:
+        engine = self.engine
+        if test.kind == "pp":
+            ops = 2 * engine.weights.layer_matrix_weights
+            return Work(matrix_ops=ops, integer=engine.weights.quantization.layers.is_integer)
+        seen = np.arange(test.depth, test.depth + test.tokens) + 1.0  # a step sees its own token too
+        kv = 0.0
+        for group, window in zip(engine.pool.ids, engine.pool.windows, strict=True):
+            keys = seen if window is None else np.minimum(seen, window)
+            kv += float(keys.mean()) * engine.backend.kv_block_bytes(group) / KV_BLOCK
+        return Work(weight_bytes=engine.weight_bytes_per_token, kv_bytes=kv)
+
+    def close(self) -> None:
+        for sequence in self.filled.values():
+            sequence.close()
+        self.filled.clear()

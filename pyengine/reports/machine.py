@@ -1,0 +1,175 @@
+"""Stage 6, machine: what this machine can do at most: read bandwidth, int8 and float32 rates; docs/benchmarking.md.
+
+A measurement is the best of several short passes of the core's probes with the threads and the ISA of a backend: a pass
+that another process interrupted says nothing about the machine. A report measures before and after each of its rounds
+and takes the median. The read bandwidth is kept in the cache folder, so that `generate` can show it later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine import _core
+from pyengine._core import Limit
+from pyengine.errors import ResourceError
+from pyengine.paths import cache_dir
+
+READ_BYTES, READ_PASSES = 64 << 20, 16
+FIRST_OPS, COMPUTE_PASSES = 1_000_000, 8
+COMPUTE_SECONDS = 1e-3  # of a pass
+FILE = "machine.json"  # in the cache folder
+
+
+class Prober(Protocol):
+    """What measuring needs of a backend; _core.Backend has it."""
+
+    def measure(self, limit: int, work: int, passes: int) -> npt.NDArray[np.float64]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bandwidth in 1e9 bytes per second, rates in 1e9 operations per second; a multiply-add is two operations."""
+
+    read_gb_per_s: float
+    int8_gops: float
+    f32_gflops: float
+
+
+def compute_rate(backend: Prober, limit: Limit) -> float:
+    """Operations per second, best of the passes; their length is found by measuring."""
+    work, rate = FIRST_OPS, 0.0
+    for _ in range(3):
+        rate = float(backend.measure(int(limit), work, COMPUTE_PASSES).max())
+        work = max(FIRST_OPS, int(rate * COMPUTE_SECONDS))
+    return rate
+
+
+def measure(backend: Prober) -> Limits:
+    """The three limits, once: about 0.15 s."""
+    read = float(backend.measure(int(Limit.READ), READ_BYTES, READ_PASSES).max())
+    return Limits(read / 1e9, compute_rate(backend, Limit.INT8) / 1e9, compute_rate(backend, Limit.F32) / 1e9)
+
+
+def median(samples: list[Limits]) -> Limits:
+    def middle(name: str) -> float:
+        return float(statistics.median(getattr(sample, name) for sample in samples))
+
+    return Limits(middle("read_gb_per_s"), middle("int8_gops"), middle("f32_gflops"))
+
+
+class Gauge:
+    """Measures a machine's limits again and again beside what else a report times."""
+
+    def __init__(self, measure_once: Callable[[], Limits]) -> None:
+        self.measure_once = measure_once
+        self.samples: list[Limits] = []
+
+    def sample(self) -> None:
+        self.samples.append(self.measure_once())
+
+    @property
+    def limits(self) -> Limits:
+        return median(self.samples)
+
+    def to_json(self, *, isa: str, threads: int) -> dict[str, Any]:
+        """The `machine` object of `bench --json`."""
+        limits = self.limits
+        return {
+            "cpu": cpu_name(),
+            "isa": isa,
+            "threads": threads,
+            "commit": commit(),
+            "compiler": _core.compiler(),
+            "read_gb_per_s": limits.read_gb_per_s,
+            "int8_gops": limits.int8_gops,
+            "f32_gflops": limits.f32_gflops,
+            "read_samples": [sample.read_gb_per_s for sample in self.samples],
+        }
+
+
+def cpu_name() -> str:
+    """The CPU's own name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, colon, value = line.partition(":")
+        if colon and key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the sources that run: of the checkout they lie in, else the one that was installed; None without.
+
+    '-dirty' behind it: there were changes on top.
+    """
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / ".git").exists():
+        command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    return _core.commit() or None
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache that the system names; 32 MiB where it names none."""
+    largest = 0
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            text = path.read_text(encoding="ascii").strip()
+            largest = max(largest, int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]])
+    return largest or 32 << 20
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def _entries() -> list[dict[str, Any]]:
+    """What the file holds; nothing where there is none or it is not as `remember_read` writes it."""
+    try:
+        entries = json.loads((cache_dir() / FILE).read_text(encoding="utf-8"))["read"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    keys = {"cpu": str, "threads": int, "gb_per_s": float}
+    return [
+        entry
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in keys.items())
+    ]
+
+
+def known_read(threads: int, cpu: str | None = None) -> float | None:
+    """The read bandwidth (1e9 bytes per second) last measured on this CPU with so many threads, None if never."""
+    name = cpu_name() if cpu is None else cpu
+    values = [entry["gb_per_s"] for entry in _entries() if (entry["cpu"], entry["threads"]) == (name, threads)]
+    return float(values[-1]) if values and values[-1] > 0 else None
+
+
+def remember_read(threads: int, gb_per_s: float, cpu: str | None = None) -> None:
+    """Keep a read bandwidth for `known_read`. ResourceError where the cache folder cannot be written."""
+    name = cpu_name() if cpu is None else cpu
+    entries = [entry for entry in _entries() if (entry["cpu"], entry["threads"]) != (name, threads)]
+    entries.append({"cpu": name, "threads": threads, "gb_per_s": gb_per_s})
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            json.dump({"read": entries}, file, indent=1)
+        os.replace(file.name, folder / FILE)
+    except OSError as error:
+        raise ResourceError(f"{folder}: {error.strerror or error}; expected a cache folder (PYENGINE_CACHE)") from error
