@@ -68,6 +68,17 @@ py::array_t<uint8_t> tensor_bytes(const py::object& self, int32_t id) {
   return copy;
 }
 
+// The other way round: bytes of a tensor with the same header, as tensor_bytes gave them.
+void tensor_write(Backend& b, int32_t id, const Array<uint8_t>& source) {
+  constexpr size_t kHeader = 48;  // what describes the tensor; a checksum follows
+  void* data;
+  size_t bytes;
+  check(pe_tensor_data(b.handle, id, &data, &bytes));
+  if (static_cast<size_t>(source.size()) != bytes || std::memcmp(source.data(), data, kHeader) != 0)
+    raise("RequestError", "tensor_write: the bytes are not those of a tensor like this one");
+  std::memcpy(data, source.data(), bytes);
+}
+
 size_t tensor_size(Backend& b, int32_t id) {
   size_t bytes;
   check(pe_tensor_data(b.handle, id, nullptr, &bytes));
@@ -164,10 +175,12 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("isa", [](const Backend& b) { return std::string(pe_backend_isa(b.handle)); })
       .def_property_readonly("threads", [](const Backend& b) { return pe_backend_threads(b.handle); })
       .def("measure", &measure, py::arg("limit"), py::arg("work"), py::arg("passes"))
+      .def("flush_caches", [](Backend& b) { check(pe_flush_caches(b.handle)); })
       .def("tensor_create", &tensor_create, py::arg("format"), py::arg("rows"), py::arg("cols"), py::arg("group") = 0)
       .def("tensor_pack", &tensor_pack, py::arg("id"), py::arg("source"), py::arg("offset") = 0, py::arg("stride") = 1,
            py::arg("importance") = py::none())
       .def("tensor_bytes", &tensor_bytes, py::arg("id"))
+      .def("tensor_write", &tensor_write, py::arg("id"), py::arg("source"))
       .def("tensor_size", &tensor_size, py::arg("id"))
       .def("tensor_dequantize", &tensor_dequantize, py::arg("id"))
       .def(

@@ -2,8 +2,13 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "core/status.h"
 
@@ -34,6 +39,17 @@ Memory Memory::of_file(int fd, size_t bytes) {
   memory.data_ = static_cast<uint8_t*>(p);
   memory.size_ = bytes;
   return memory;
+}
+
+void flush_caches(const uint8_t* p, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += kAlign) {
+#if defined(__x86_64__)
+    _mm_clflush(p + i);
+#elif defined(__aarch64__)
+    __asm__ __volatile__("dc civac, %0" : : "r"(p + i) : "memory");
+#endif
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 Memory::~Memory() {

@@ -12,6 +12,10 @@ constexpr size_t kAlign = 64;
 
 constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+// Leaves nothing of these bytes in any cache, so that the next read comes from memory: a big last-level cache keeps a
+// good part of what is read in circles.
+void flush_caches(const uint8_t* p, size_t bytes);
+
 class Memory {
  public:
   Memory() = default;

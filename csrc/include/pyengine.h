@@ -79,6 +79,8 @@ typedef struct pe_limit_args {
 } pe_limit_args;
 
 PE_API pe_status pe_limit_measure(pe_backend* backend, const pe_limit_args* args);
+/* Tensors and KV blocks leave every cache: what runs next is timed reading memory. */
+PE_API pe_status pe_flush_caches(pe_backend* backend);
 
 /* ---- tensors: packed weights, embeddings, vectors --------------------------------------------------------------- */
 

@@ -33,6 +33,7 @@ struct pe_backend {
   uint64_t write_tensors(const pe_tensor_file& file);  // bytes written
   std::vector<std::shared_ptr<pe::Tensor>> map_tensors(const pe_tensor_file& file);
   void measure(const pe_limit_args& args);  // limits.cc
+  void flush();
 
   const pe::KernelTable& kernels;
   pe::Team team;

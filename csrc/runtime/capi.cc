@@ -87,6 +87,12 @@ pe_status pe_limit_measure(pe_backend* backend, const pe_limit_args* args) {
     backend->measure(a);
   });
 }
+pe_status pe_flush_caches(pe_backend* backend) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    backend->flush();
+  });
+}
 
 pe_status pe_tensor_create(pe_backend* backend, const pe_tensor_desc* desc, int32_t* id) {
   return guarded([&] {

@@ -27,4 +27,8 @@ void KvGroup::reserve(int32_t blocks) {
   for (size_t i = 0; i < more; ++i) blocks_.push_back(pool_.back().data() + i * block_bytes());
 }
 
+void KvGroup::flush() const {
+  for (const Memory& piece : pool_) flush_caches(piece.data(), piece.size());
+}
+
 }  // namespace pe

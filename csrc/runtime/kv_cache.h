@@ -13,6 +13,7 @@ class KvGroup {
  public:
   explicit KvGroup(const pe_kv_desc& desc);  // throws Error(PE_REQUEST)
   void reserve(int32_t blocks);              // grows; new blocks are zero, and side by side
+  void flush() const;                        // out of all caches
   int32_t blocks() const { return static_cast<int32_t>(blocks_.size()); }
   size_t block_bytes() const { return layer_bytes_ * static_cast<size_t>(desc_.layers); }
   const pe_kv_desc& desc() const { return desc_; }

@@ -1,10 +1,6 @@
 // Measuring the machine: the team reads a buffer, or computes in registers, pass by pass between barriers.
 #include <algorithm>
 
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
 #include "core/status.h"
 #include "runtime/backend.h"
 #include "runtime/program.h"
@@ -15,18 +11,6 @@ namespace {
 
 constexpr int64_t kMaxRead = int64_t{1} << 32, kMaxOps = int64_t{1} << 48;
 constexpr int32_t kMaxPasses = 10000;
-
-// Leaves nothing of [p, p + bytes) in any cache: a big last-level cache keeps a good part of what is read in circles.
-void flush(const uint8_t* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) {
-#if defined(__x86_64__)
-    _mm_clflush(p + i);
-#elif defined(__aarch64__)
-    __asm__ __volatile__("dc civac, %0" : : "r"(p + i) : "memory");
-#endif
-  }
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-}
 
 // Runs body(thread) `passes` times on all threads at once, after ready(thread, pass); per_second[i] = work / seconds of
 // pass i.
@@ -62,7 +46,7 @@ void pe_backend::measure(const pe_limit_args& a) {
     const auto ready = [&](int thread, int32_t pass) {
       int32_t* p = reinterpret_cast<int32_t*>(part(thread));
       if (pass == 0) std::fill(p, p + bytes / 4, 1);
-      flush(part(thread), bytes);
+      flush_caches(part(thread), static_cast<size_t>(bytes));
     };
     time_passes(team, a, static_cast<double>(bytes * threads), ready, [&](int thread) {
       if (kernels.probe_read(part(thread), bytes) != bytes / 4) wrong = true;
@@ -79,4 +63,11 @@ void pe_backend::measure(const pe_limit_args& a) {
     });
   }
   if (wrong) fail(PE_INTERNAL, "a probe of limit %d did not compute what it should", a.limit);
+}
+
+void pe_backend::flush() {
+  for (const auto& t : tensors)
+    if (t) flush_caches(t->bytes(), t->size());
+  for (const auto& group : kv_groups)
+    if (group) group->flush();
 }

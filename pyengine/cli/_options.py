@@ -102,6 +102,14 @@ def environment_threads() -> int | None:
         raise RequestError(f"PYENGINE_THREADS={value!r}; expected a whole number") from None
 
 
+def threads(args: argparse.Namespace) -> int | None:
+    """--threads, else PYENGINE_THREADS; None is the core's default."""
+    count: int | None = args.threads if args.threads is not None else environment_threads()
+    if count is not None and count < 1:
+        raise RequestError(f"{count} threads; expected at least 1")
+    return count
+
+
 def device(args: argparse.Namespace) -> str:
     """--device, else PYENGINE_DEVICE, else auto. cuda is a known word without a backend in this version."""
     where, value = "--device", args.device
@@ -123,9 +131,6 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     ):
         if given and args.quant not in quants:
             raise RequestError(f"{option} with --quant {args.quant}; expected --quant {' or '.join(quants)}")
-    threads = args.threads if args.threads is not None else environment_threads()
-    if threads is not None and threads < 1:
-        raise RequestError(f"{threads} threads; expected at least 1")
     if args.cache_limit is not None and (args.no_cache or not 0 <= args.cache_limit <= 1e9):
         found = "with --no-cache" if args.no_cache else f"{args.cache_limit}"
         raise RequestError(f"--cache-limit {found}; expected GB, 0 or more, of a cache that is used")
@@ -133,7 +138,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "quant": args.quant,
         "group_size": args.group_size,
         "kv_dtype": args.kv_dtype,
-        "threads": threads,
+        "threads": threads(args),
         "device": device(args),
         "isa": getattr(args, "isa", None) or os.environ.get("PYENGINE_ISA") or None,
         "calibration": not args.no_calibration,

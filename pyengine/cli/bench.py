@@ -1,9 +1,11 @@
-"""Stage 7, cli bench: tokens per second of a model, always beside the limits of the machine."""
+"""Stage 7, cli bench: tokens per second of a model, or single kernels, always beside the limits of the machine."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pyengine.cli import _options, _output
@@ -12,9 +14,20 @@ from pyengine.errors import RequestError, ResourceError
 if TYPE_CHECKING:
     from pyengine.engine import Engine
     from pyengine.reports.bench import Row
+    from pyengine.reports.kernel_bench import Row as KernelRow
 
 MAX_REPETITIONS = 1000
-MODEL_DEFAULTS = {"prompts": [512], "steps": [128], "depths": [0], "repetitions": 5}
+MODEL_DEFAULTS = {"prompts": [512], "steps": [128], "depths": [0], "repetitions": 5, "quant": "int8"}
+KERNEL_DEFAULTS = {"depths": [4096], "repetitions": 5, "batch": [1, 2, 4, 8, 512]}
+OF_MODELS = {
+    "prompts": "-p",
+    "steps": "-n",
+    "quant": "--quant",
+    "group_size": "--group-size",
+    "int4_scheme": "--int4-scheme",
+    "no_calibration": "--no-calibration",
+}
+OF_KERNELS = {"ops": "--ops", "weights": "--weights", "batch": "--batch"}
 
 
 def lengths(text: str) -> list[int]:
@@ -28,11 +41,16 @@ def lengths(text: str) -> list[int]:
     return values
 
 
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="tokens per second, and the fraction of the machine's limits",
-        description="Tokens per second of prompts and of decoding, with the fraction of the machine's limits.",
+        description="Tokens per second of prompts and of decoding, or single kernels (--kernels), with the fraction of "
+        "the machine's limits.",
     )
     _options.add_model(parser)
     tests = parser.add_argument_group("tests (lists such as 0,4096)")
@@ -41,18 +59,34 @@ def add_parser(commands: Any) -> None:
     tests.add_argument("-d", dest="depths", type=lengths, metavar="N", help="tokens cached before decoding (0)")
     tests.add_argument("-r", dest="repetitions", type=int, metavar="N", help="rounds, every test once in each (5)")
     tests.add_argument("--isa", metavar="NAME", help="instruction set, as `info` lists them; also PYENGINE_ISA")
+    single = parser.add_argument_group("single kernels")
+    single.add_argument(
+        "--kernels", action="store_true", help="ops alone, in MODEL's shapes or those of two known models; --isa all"
+    )
+    single.add_argument("--ops", type=names, metavar="LIST", help="linear, ffn, ffn_unfused, lm_head, attention, ...")
+    single.add_argument("--weights", type=names, metavar="LIST", help="bf16, int8, int4-32, int4-sym-64, ... (all)")
+    single.add_argument(
+        "--batch", type=lengths, metavar="M", help="tokens at once (1,2,4,8,512); attention at -d (4096)"
+    )
     _options.add_engine(parser)
     _options.add_common(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, quant=None)
 
 
-def fill_in(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """Options that were not given get their default; what contradicts another is refused."""
-    if args.depths is not None and args.steps == [0]:
+def fill_in(args: argparse.Namespace) -> None:
+    """Options that were not given get their default; one that would do nothing is refused."""
+    for name, option in (OF_MODELS if args.kernels else OF_KERNELS).items():
+        if getattr(args, name):
+            expected = "--ops, --weights and --batch" if args.kernels else "--kernels with it"
+            raise RequestError(f"{option} {'with' if args.kernels else 'without'} --kernels; expected {expected}")
+    defaults = KERNEL_DEFAULTS if args.kernels else MODEL_DEFAULTS
+    if not args.kernels and args.depths is not None and args.steps == [0]:
         raise RequestError("-d without decode steps; expected -n above 0 with it")
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.isa == "all" and not args.kernels:
+        raise RequestError("--isa all without --kernels; expected one ISA, a model is measured on one")
     if not 1 <= args.repetitions <= MAX_REPETITIONS:
         raise RequestError(f"-r {args.repetitions}; expected 1 to {MAX_REPETITIONS}")
 
@@ -146,6 +180,68 @@ def run_model(args: argparse.Namespace) -> int:
     return 0
 
 
+def chosen_isas(name: str | None) -> list[str]:
+    """The ISAs that --isa means: all the CPU has, best first, or one (None: the best)."""
+    from pyengine import _core
+
+    known = [isa["name"] for isa in reversed(_core.isas()) if isa["available"]]
+    if name == "all":
+        return known
+    return [_core.Backend(1, name or "").isa]  # which refuses a name it lacks
+
+
+def kernel_table(rows: list[KernelRow]) -> str:
+    head = ["op", "model", "isa", "weights", "m", "n", "k", "us", "GB/s", "Gop/s", "of limit", "bound", "barriers"]
+    head += ["MB weights", "kB activations"]
+    body = []
+    for row in rows:
+        sizes = [row.weights or "", str(row.m), str(row.n), str(row.k), number(row.microseconds)]
+        rates = [number(row.gb_per_s), number(row.gops, 0), percent(row.fraction), row.bound or ""]
+        moved = [number(row.weight_bytes / 1e6, 2), number(row.activation_bytes / 1e3)]
+        body.append([row.op, row.model, row.isa, *sizes, *rates, number(row.barriers, 0), *moved])
+    return table(head, body)
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    from pyengine import _core
+    from pyengine.config import load_model_spec
+    from pyengine.reports import kernel_bench
+
+    _options.device(args)
+    threads = _options.threads(args) or _core.default_threads()
+    isas = chosen_isas(args.isa or os.environ.get("PYENGINE_ISA") or None)
+    ops = list(kernel_bench.OPS) if args.ops is None else args.ops
+    weights = list(kernel_bench.DEFAULT_WEIGHTS) if args.weights is None else args.weights
+    shapes: tuple[kernel_bench.Shape, ...] = kernel_bench.SHAPES
+    list(kernel_bench.jobs(shapes, ops, weights, args.batch, args.depths))  # refused before a model is looked for
+    if args.model is not None or args.model_positional is not None:
+        folder = _options.model_folder(args)
+        shapes = (kernel_bench.Shape.of(folder.name, load_model_spec(folder, strict=args.strict)),)
+    wanted = list(kernel_bench.jobs(shapes, ops, weights, args.batch, args.depths))
+    if not wanted:
+        raise RequestError("no kernel is left with these --ops, --weights and --batch; expected at least one")
+    progress = _output.Progress(quiet=args.quiet)
+    with contextlib.closing(progress):
+        rows, gauges = kernel_bench.run(
+            wanted,
+            isas=isas,
+            threads=threads,
+            repetitions=args.repetitions,
+            kv_bf16=args.kv_dtype != "f32",
+            progress=progress,
+            note=None if args.quiet else _output.warning,
+        )
+    machines = [gauge.to_json(isa=isa, threads=threads) for isa, gauge in gauges.items()]
+    keep(threads, machines[0]["read_gb_per_s"])
+    if args.json:
+        limits = {isa: asdict(gauge.limits) for isa, gauge in gauges.items()}
+        _output.print_json({"machine": machines[0], "limits": limits, "results": [row.to_json() for row in rows]})
+    else:
+        print("\n".join(machine_lines(machine) for machine in machines))
+        print(f"\n{kernel_table(rows)}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
-    fill_in(args, MODEL_DEFAULTS)
-    return run_model(args)
+    fill_in(args)
+    return run_kernels(args) if args.kernels else run_model(args)

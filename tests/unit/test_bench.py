@@ -309,6 +309,7 @@ def test_a_report_survives_a_cache_that_cannot_be_written(
         (["-r", "0"], "-r 0; expected 1 to 1000"),
         (["-p", "0", "-n", "0"], "no prompt and no decode length"),
         (["-n", "0", "-d", "5"], "-d without decode steps"),
+        (["--isa", "all"], "--isa all"),
         (["-p", "999"], "pp999: 999 tokens; expected at most 256"),
     ],
 )

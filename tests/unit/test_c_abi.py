@@ -296,6 +296,7 @@ def test_null_pointers_are_refused(c: Client, backend: Any) -> None:
         (lambda: lib.pe_tensor_data(null, 0, null, null), "backend is NULL"),
         (lambda: lib.pe_tensor_dequantize(backend, 0, null), "out is NULL"),
         (lambda: lib.pe_tensor_free(null, 0), "backend is NULL"),
+        (lambda: lib.pe_flush_caches(null), "backend is NULL"),
         (lambda: lib.pe_rope_set(backend, i32, null, 1, 2), "table is NULL"),
         (lambda: lib.pe_kv_create(backend, null, i32), "desc is NULL"),
         (lambda: lib.pe_kv_reserve(null, 0, 1), "backend is NULL"),

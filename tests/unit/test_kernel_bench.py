@@ -1,0 +1,256 @@
+"""Stage 6, kernel_bench: which rows, what an op moves and computes, fractions, and that single ops really run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import write_tiny_model
+from compare import assert_same_bits
+from golden.golden_cases import CONFIGS
+from kernel_cases import BEST, ISAS, normal
+
+from pyengine import _core
+from pyengine.cli.main import main
+from pyengine.errors import RequestError, ResourceError
+from pyengine.reports import kernel_bench as kb
+from pyengine.reports.machine import Limits
+from pyengine.weights import padded
+
+TINY = kb.Shape("tiny", 64, 172, 4, 2, 16, 97)
+LIMITS = Limits(40.0, 900.0, 200.0)
+ROW_KEYS = {"op", "isa", "weights", "m", "n", "k", "gb_per_s", "gops", "fraction"}
+
+by_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine of known limits, short runs, a cache of its own."""
+    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kb, "measure", lambda backend: LIMITS)
+    monkeypatch.setattr(kb, "RUN_BYTES", 1 << 16)
+    monkeypatch.setattr(kb, "SMALL_COPIES", 3)
+
+
+def wanted(ops: list[str], weights: list[str], batch: list[int], contexts: list[int]) -> list[kb.Job]:
+    return list(kb.jobs((TINY,), ops, weights, batch, contexts))
+
+
+def rows(ops: list[str], weights: list[str], batch: list[int], isa: str = BEST, **options: Any) -> list[kb.Row]:
+    made, gauges = kb.run(wanted(ops, weights, batch, [40]), isas=[isa], threads=2, repetitions=2, **options)
+    assert list(gauges) == [isa]
+    return made
+
+
+def packed_bytes(name: str, n: int, k: int) -> int:
+    fmt = kb.WEIGHTS[name]
+    backend = _core.Backend(1)
+    return backend.tensor_size(backend.tensor_create(int(fmt.format), n, k, fmt.group)) - 64
+
+
+# ---- which rows
+
+
+def test_rows_that_share_weights_stand_together() -> None:
+    made = [(j.op, j.weights, j.n, j.k, j.m) for j in wanted(["linear", "lm_head"], ["int4-32", "int8"], [1, 9], [7])]
+    assert made == [
+        *(("linear", w, *nk, m) for nk in ((128, 64), (64, 172)) for w in ("int4-32", "int8") for m in (1, 9)),
+        ("lm_head", "int8", 97, 64, 1),  # int4 keeps an int8 head; past 8 rows there is no use for it
+    ]
+    assert [(j.weights, j.k, j.m) for j in wanted(["attention"], ["int8"], [1, 9], [7, 40])] == [
+        (None, 7, 1),
+        (None, 40, 1),
+        (None, 40, 9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ops": ["gemm"]}, "op 'gemm'; expected one of linear"),
+        ({"weights": ["int3"]}, "weights 'int3'"),
+        ({"batch": [1, 0]}, "batch 0"),
+        ({"contexts": [0]}, "context 0"),
+    ],
+)
+def test_unknown_rows_are_refused(change: dict[str, Any], says: str) -> None:
+    good: dict[str, Any] = {"ops": ["attention"], "weights": ["int8"], "batch": [1], "contexts": [4]}
+    with pytest.raises(RequestError, match=says):
+        wanted(**{**good, **change})
+
+
+def test_the_default_shapes_are_two_known_models() -> None:
+    assert [(s.hidden, s.ffn, s.heads, s.kv_heads) for s in kb.SHAPES] == [(1536, 8960, 12, 2), (4096, 14336, 32, 8)]
+    assert set(kb.DEFAULT_WEIGHTS) == {
+        *("bf16", "int8", "int4-32", "int4-64", "int4-128"),
+        *("int4-sym-32", "int4-sym-64", "int4-sym-128"),
+    }
+
+
+# ---- what an op moves and computes
+
+
+def test_operations_of_products() -> None:
+    def operations(op: str, m: int, n: int, k: int) -> int:
+        return kb.Job(TINY, op, "int8", m, n, k).operations
+
+    assert operations("linear", 3, 5, 7) == 2 * 3 * 5 * 7
+    assert operations("ffn", 3, 5, 7) == operations("ffn_unfused", 3, 5, 7) == 3 * 2 * 3 * 5 * 7
+    assert operations("quantize", 3, 5, 7) == 0
+    keys = sum(7 - 3 + i + 1 for i in range(3))  # scores and values: a multiply-add each per key and column
+    assert operations("attention", 3, 64, 7) == 4 * 64 * keys
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4-32", "int4-sym-128"])
+def test_fused_and_unfused_read_the_same_weights_and_fewer_activations(weights: str) -> None:
+    m, h, f = 3, TINY.hidden, TINY.ffn
+    fused, apart = rows(["ffn", "ffn_unfused"], [weights], [m])
+    expected = packed_bytes(weights, 2 * padded(f), h) + packed_bytes(weights, h, f)
+    assert fused.weight_bytes == apart.weight_bytes == expected
+    integer = kb.WEIGHTS[weights].is_integer
+
+    def held(width: int, quantized: bool) -> int:
+        return m * (width + 33 * -(-width // 64)) if quantized else 4 * m * width
+
+    x, out, act = held(h, integer), held(h, False), held(f, integer)
+    assert fused.activation_bytes == x + 2 * out + 2 * act
+    sums = held(2 * padded(f), False)
+    rounding = held(f, False) + act if integer else 0
+    assert apart.activation_bytes == x + 2 * sums + held(f, False) + rounding + act + out + 3 * out
+    assert (fused.barriers, apart.barriers) == (2, 5 if integer else 4)
+
+
+@by_isa
+def test_every_op_runs_on_every_isa(isa: str) -> None:
+    made = rows(list(kb.OPS), ["bf16", "int8", "int4-64"], [1, 9], isa)
+    assert {row.op for row in made} == set(kb.OPS)
+    for row in made:
+        assert row.isa == isa
+        assert row.microseconds is not None
+        assert row.microseconds > 0
+        assert (row.fraction is None) == (row.op in ("rms_norm", "quantize"))
+        assert row.barriers == {"ffn": 2, "ffn_unfused": 5 - (row.weights == "bf16"), "lm_head": 2}.get(row.op, 1)
+        assert row.to_json().keys() >= ROW_KEYS
+
+
+def test_attention_reads_its_context_and_decode_past_a_partition_has_one_barrier_more() -> None:
+    made, _ = kb.run(wanted(["attention"], [], [1], [40, 300]), isas=[BEST], threads=2, repetitions=1)
+    token = 2 * 2 * 16 * 2  # K and V of two heads of 16 in bfloat16
+    assert [row.weight_bytes for row in made] == [40 * token, 300 * token]
+    assert [row.barriers for row in made] == [1, 2]
+    (wide,), _ = kb.run(wanted(["attention"], [], [1], [40]), isas=[BEST], threads=2, repetitions=1, kv_bf16=False)
+    assert wide.weight_bytes == 40 * 2 * token
+
+
+def test_a_run_reads_enough_copies() -> None:
+    (job,) = wanted(["ffn"], ["int8"], [1], [1])
+    bed = kb.Bed(1, BEST, 1)
+    count = kb.lay(bed, job, True)
+    assert count * bed.weight_bytes >= kb.RUN_BYTES
+    assert len({op["weight"] for op in bed.measured}) == len(bed.measured) == count > 1
+    raw = [bed.b.backend.tensor_bytes(op["weight2"]) for op in bed.measured]
+    for other in raw[1:]:
+        assert_same_bits(other, raw[0], "a copy")
+    assert raw[0][64:].any()
+
+
+# ---- fractions
+
+
+def row_of(job: kb.Job, **fields: int) -> kb.Row:
+    return kb.replace(kb.empty_row(job, "avx2"), **fields)
+
+
+def test_the_fraction_is_of_the_limit_that_binds() -> None:
+    job = kb.Job(TINY, "linear", "int8", 1, 1000, 1000)
+    row = kb.conclude(row_of(job, weight_bytes=1_000_000), job, 50e-6, LIMITS)
+    assert (row.microseconds, row.gb_per_s, row.gops) == (pytest.approx(50), pytest.approx(20), pytest.approx(40))
+    assert (row.bound, row.fraction) == ("read", pytest.approx(0.5))
+    many = kb.Job(TINY, "linear", "int8", 90, 1000, 1000)
+    row = kb.conclude(row_of(many, weight_bytes=1_000_000), many, 400e-6, LIMITS)
+    assert (row.bound, row.fraction) == ("int8", pytest.approx(0.5))  # 450 of 900 Gop/s, 2.5 of 40 GB/s
+    floats = kb.Job(TINY, "linear", "bf16", 90, 1000, 1000)
+    row = kb.conclude(row_of(floats, weight_bytes=2_000_000), floats, 1800e-6, LIMITS)
+    assert (row.bound, row.fraction) == ("f32", pytest.approx(0.5))  # 100 of 200 GFLOP/s
+    norm = kb.Job(TINY, "rms_norm", None, 1, 64, 64)
+    row = kb.conclude(row_of(norm, activation_bytes=512), norm, 1e-6, LIMITS)
+    assert (row.gb_per_s, row.gops, row.fraction, row.bound) == (pytest.approx(0.512), None, None, None)
+
+
+def test_what_would_take_too_long_is_left_empty_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kb, "MAX_SECONDS", 2 * 2 * 64 * 128 / 200e9)  # of two tokens at the float32 limit
+    made = rows(["linear"], ["bf16"], [1, 3], note=said.append)[:2]
+    assert [row.microseconds is None for row in made] == [False, True]
+    assert (made[1].fraction, made[1].barriers) == (None, None)
+    assert "linear bf16 m 3" in said[0]
+
+
+def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kb, "available_memory", lambda: 70_000)
+    with pytest.raises(ResourceError, match=r"linear 128 x 64 in bf16 .* 70000 are available"):
+        rows(["linear"], ["bf16"], [1])
+
+
+# ---- the core
+
+
+def test_tensor_write_takes_the_bytes_of_a_tensor_like_it() -> None:
+    backend = _core.Backend(1)
+    first, second, other = (backend.tensor_create(2, 33, k, 64) for k in (172, 172, 100))
+    backend.tensor_pack(first, normal(1, 33, 172))
+    raw = backend.tensor_bytes(first)
+    backend.flush_caches()
+    backend.tensor_write(second, raw)
+    assert_same_bits(backend.tensor_bytes(second), raw, "written")
+    for wrong in (raw[:-1], np.append(raw, np.uint8(0)), backend.tensor_bytes(other)):
+        with pytest.raises(RequestError, match="tensor_write"):
+            backend.tensor_write(second, wrong)
+    with pytest.raises(RequestError, match="does not exist"):
+        backend.tensor_write(9, raw)
+
+
+# ---- the command
+
+
+def test_kernels_json_and_table(tmp_path: Path, capsys: Any) -> None:
+    folder = write_tiny_model(tmp_path / "llama", CONFIGS["llama"])
+    argv = ["bench", str(folder), "--kernels", "--ops", "ffn,attention", "--weights", "int8,bf16", "--batch", "1,2"]
+    argv += ["-d", "33", "-r", "1", "-t", "2", "--isa", "all"]
+    assert main([*argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record["limits"]) == ISAS[::-1]
+    assert record["machine"]["isa"] == BEST
+    assert [row["isa"] for row in record["results"]] == [isa for isa in ISAS[::-1] for _ in range(6)]
+    assert record["results"][0].keys() >= ROW_KEYS
+    assert (record["results"][0]["n"], record["results"][0]["k"]) == (64, 172)
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.count("limits: read 40.0 GB/s") == len(ISAS)
+    assert len([line for line in out.splitlines() if line.startswith("| ffn ")]) == 4 * len(ISAS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--kernels", "-p", "5"], "-p with --kernels"),
+        (["--kernels", "--quant", "int8"], "--quant with --kernels"),
+        (["--kernels", "--no-calibration"], "--no-calibration with --kernels"),
+        (["--ops", "ffn"], "--ops without --kernels"),
+        (["--batch", "1"], "--batch without --kernels"),
+        (["--kernels", "--ops", "gemm"], "op 'gemm'"),
+        (["--kernels", "--batch", "0"], "batch 0"),
+        (["--kernels", "--ops", "lm_head", "--weights", "int4-32"], "no kernel is left"),
+        (["--kernels", "-t", "0"], "0 threads"),
+    ],
+)
+def test_wrong_options_are_one_line(capsys: Any, argv: list[str], says: str) -> None:
+    assert main(["bench", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
