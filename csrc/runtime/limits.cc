@@ -13,14 +13,21 @@ constexpr int64_t kMaxRead = int64_t{1} << 32, kMaxOps = int64_t{1} << 48;
 constexpr int32_t kMaxPasses = 10000;
 
 // Runs body(thread) `passes` times on all threads at once, after ready(thread, pass); per_second[i] = work / seconds of
-// pass i.
+// pass i. A thread that slept at the barrier takes longer to wake than a pass may take: the start is waited for awake.
 template <class Ready, class F>
 void time_passes(Team& team, const pe_limit_args& a, double work, Ready&& ready, F&& body) {
   uint64_t begin = 0;
+  std::atomic<int64_t> awake{0}, started{0};
   team.run([&](int thread) {
-    for (int32_t i = 0; i < a.passes; ++i) {
+    for (int64_t i = 0; i < a.passes; ++i) {
       ready(thread, i);
-      team.barrier([&] { begin = now_ns(); });  // by the last to arrive: before anyone starts, after all have ended
+      team.barrier();
+      if (awake.fetch_add(1) == team.size() * (i + 1) - 1) {
+        begin = now_ns();
+        started = i + 1;
+      } else {
+        while (started != i + 1) std::this_thread::yield();
+      }
       body(thread);
       team.barrier(
           [&] { a.per_second[i] = work * 1e9 / static_cast<double>(std::max<uint64_t>(now_ns() - begin, 1)); });
@@ -43,7 +50,7 @@ void pe_backend::measure(const pe_limit_args& a) {
     const int64_t bytes = units(kProbeRead) * kProbeRead;
     Memory buffer(static_cast<size_t>(bytes * threads));
     const auto part = [&](int thread) { return buffer.data() + bytes * thread; };
-    const auto ready = [&](int thread, int32_t pass) {
+    const auto ready = [&](int thread, int64_t pass) {
       int32_t* p = reinterpret_cast<int32_t*>(part(thread));
       if (pass == 0) std::fill(p, p + bytes / 4, 1);
       flush_caches(part(thread), static_cast<size_t>(bytes));
@@ -54,7 +61,7 @@ void pe_backend::measure(const pe_limit_args& a) {
   } else {
     const bool int8 = a.limit == PE_LIMIT_INT8;
     const int64_t round_ops = int64_t{kProbeSteps} * (int8 ? 64 : kPanel) * 2, rounds = units(round_ops);
-    const auto ready = [](int, int32_t) {};
+    const auto ready = [](int, int64_t) {};
     time_passes(team, a, static_cast<double>(rounds * round_ops * threads), ready, [&](int) {
       for (int64_t left = rounds; left > 0; left -= kProbeRounds) {
         const int64_t now = std::min<int64_t>(left, kProbeRounds);
