@@ -164,19 +164,17 @@ def jobs(
 class Bed:
     """A small backend whose program repeats one op over copies: ops before `measured` only prepare its input."""
 
-    def __init__(self, threads: int, isa: str, m: int) -> None:
+    def __init__(self, threads: int, isa: str, tokens: int) -> None:
         self.b = kernels.Bench(threads, isa)
-        self.m = m
+        self.tokens = tokens  # at most, in a run
         self.measured: list[dict[str, Any]] = []
         self.weight_bytes = 0  # of a copy
         self.table: npt.NDArray[np.int32] | None = None
-        self.start = 0
-        self.hidden: Float32 | None = None
-        self.rows = kernels.EMPTY
+        self.hidden = np.empty((0, 0), np.float32)
 
     def source(self, width: int) -> int:
-        """A buffer of random values [m, width]."""
-        self.hidden = np.random.default_rng(0).standard_normal((self.m, width), np.float32)
+        """A buffer of random values [tokens, width]."""
+        self.hidden = np.random.default_rng(0).standard_normal((self.tokens, width), np.float32)
         loaded = self.b.buffer(width)
         self.b.op(OpKind.LOAD_HIDDEN, output=loaded)
         return loaded
@@ -200,40 +198,42 @@ class Bed:
     def measure(self, kind: OpKind, **fields: Any) -> None:
         self.measured.append({"kind": int(kind), "stage": int(Stage.FFN), **fields})
 
-    def traffic(self) -> int:
-        """Bytes of buffers that the measured ops write and read, each once."""
+    def traffic(self, ops: list[dict[str, Any]], m: int) -> int:
+        """Bytes of buffers that the ops write and read with m tokens, each once."""
         total = 0
-        for op in self.measured:
+        for op in ops:
             for name, times in (("input", 1), ("output", 1), ("scratch", 2)):
                 if op.get(name, -1) >= 0:
                     twice = name == "output" and op["kind"] in map(int, RESIDUAL)
-                    total += self.buffer_bytes(op[name]) * (2 if twice else times)
+                    total += m * self.row_bytes(op[name]) * (2 if twice else times)
         return total
 
-    def buffer_bytes(self, buffer: int) -> int:
+    def row_bytes(self, buffer: int) -> int:
         quantized, width = self.b.buffers[buffer]
-        groups = -(-width // 64)
-        return self.m * ((width + 33 * groups) if quantized else 4 * width)
+        return width + 33 * -(-width // 64) if quantized else 4 * width
 
-    def times(self, repetitions: int) -> tuple[list[float], float]:
-        """Seconds of the measured ops together, in each run after an untimed one; and their barriers."""
+    def times(self, job: Job, ops: list[dict[str, Any]], repetitions: int) -> tuple[list[float], float]:
+        """Seconds of the ops together, in each run after an untimed one; and their barriers."""
         before = list(self.b.ops)
-        program = Program(self.b.backend, before + self.measured, self.b.buffers, self.m, self.m, True)
+        program = Program(self.b.backend, before + ops, self.b.buffers, job.m, job.m, True)
         seconds: list[float] = []
         for run in range(repetitions + 1):
             self.b.backend.flush_caches()
-            self.run(program)
+            self.run(program, job)
             ops_ns, _, _ = program.times(True)
             if run:
                 seconds.append(float(ops_ns[len(before) :].sum()) / 1e9)
         barriers = program.info()["barriers"] / (repetitions + 1) - len(before)
         return seconds, barriers
 
-    def run(self, program: Program) -> None:
-        positions = np.arange(self.start, self.start + self.m, dtype=np.int32)
-        ends = np.array([0, self.m], np.int32)
+    def run(self, program: Program, job: Job) -> None:
+        first = job.k - job.m if job.op == "attention" else 0
+        positions = np.arange(first, first + job.m, dtype=np.int32)
+        ends = np.array([0, job.m], np.int32)
+        rows = np.arange(job.m, dtype=np.int32) if job.op == "lm_head" else kernels.EMPTY
         tables = [] if self.table is None else [self.table]
-        program.run(kernels.EMPTY, positions, ends, tables, self.rows, None, None, self.hidden, [], None, True)
+        hidden = self.hidden[: job.m]
+        program.run(kernels.EMPTY, positions, ends, tables, rows, None, None, hidden, [], None, True)
 
 
 def copies_of(job: Job, bytes_each: float) -> int:
@@ -277,7 +277,6 @@ def lay_lm_head(bed: Bed, job: Job, fmt: PackedFormat) -> int:
     x, norm = bed.source(job.k), bed.b.vector(np.ones(job.k, np.float32))
     (weight,) = bed.copies(fmt, job.n, job.k, 1)
     bed.measure(OpKind.LM_HEAD, input=x, weight=weight, norm=norm, eps=1e-6)
-    bed.rows = np.arange(job.m, dtype=np.int32)
     return 1
 
 
@@ -303,7 +302,6 @@ def lay_attention(bed: Bed, job: Job, kv_bf16: bool) -> int:
     for layer in range(layers):
         scale = 1 / math.sqrt(s.head_dim)
         bed.measure(OpKind.ATTENTION, input=x, output=out, kv_layer=layer, window=0, scale=scale, **heads)
-    bed.start = job.k - job.m
     bed.weight_bytes = b.backend.kv_block_bytes(group) * job.k // (KV_BLOCK * layers)
     return layers
 
@@ -385,15 +383,21 @@ def run(
         backend = kernels.Bench(threads, isa).backend
         gauge = gauges[isa] = Gauge(lambda backend=backend: measure(backend))  # type: ignore[misc]
         gauge.sample()
-        timed: list[tuple[Row, Job, float | None]] = []
+        timed: list[tuple[Job, Row, float | None]] = []
         for _, group in itertools.groupby(wanted, key=lambda job: (job.shape, job.op, job.n, job.k, job.weights)):
-            for job in group:
-                if progress is not None:
-                    progress(done, total, f"{job.op} {job.weights or ''} m {job.m} {isa}")
-                done += 1
-                timed.append(time_job(job, isa, threads, repetitions, kv_bf16, gauge.limits, note))
+            some = list(group)
+            if progress is not None:
+                progress(done, total, f"{some[0].op} {some[0].weights or ''} {isa}")
+            done += len(some)
+            able = [job for job in some if not too_long(job, gauge.limits)]
+            made = time_jobs(able, isa, threads, repetitions, kv_bf16) if able else {}
+            for job in some:
+                if job not in made and note is not None:
+                    what = f"{job.op} {job.weights or ''} m {job.m} on {isa}"
+                    note(f"{what} would take over {MAX_SECONDS:g} s; left empty")
+                timed.append((job, *made.get(job, (empty_row(job, isa), None))))
             gauge.sample()
-        rows += [row if s is None else conclude(row, job, s, gauge.limits) for row, job, s in timed]
+        rows += [row if s is None else conclude(row, job, s, gauge.limits) for job, row, s in timed]
     if progress is not None:
         progress(total, total, "done")
     return rows, gauges
@@ -419,29 +423,27 @@ def empty_row(job: Job, isa: str) -> Row:
     )
 
 
-def time_job(
-    job: Job,
-    isa: str,
-    threads: int,
-    repetitions: int,
-    kv_bf16: bool,
-    limits: Limits,
-    note: Callable[[str], None] | None,
-) -> tuple[Row, Job, float | None]:
-    """The row without what follows from its time, and the median seconds of one op."""
+def too_long(job: Job, limits: Limits) -> bool:
+    """Whether a single run takes MAX_SECONDS even at the machine's best."""
     rate = limits.int8_gops if rate_of(job) == "int8" else limits.f32_gflops
-    if job.operations / 1e9 / rate > MAX_SECONDS:
-        if note is not None:
-            note(f"{job.op} {job.weights or ''} m {job.m} on {isa} would take over {MAX_SECONDS:.0f} s; left empty")
-        return empty_row(job, isa), job, None
-    check_memory(job, kv_bf16)
-    bed = Bed(threads, isa, job.m)
-    count = lay(bed, job, kv_bf16)
-    seconds, barriers = bed.times(repetitions)
-    row = replace(
-        empty_row(job, isa),
-        weight_bytes=bed.weight_bytes,
-        activation_bytes=bed.traffic() // count,
-        barriers=barriers / count,
-    )
-    return row, job, statistics.median(seconds) / count
+    return job.operations / 1e9 / rate > MAX_SECONDS
+
+
+def time_jobs(
+    group: list[Job], isa: str, threads: int, repetitions: int, kv_bf16: bool
+) -> dict[Job, tuple[Row, float]]:
+    """For jobs that differ in m alone: the row without what follows from its time, and the median seconds of one op."""
+    check_memory(group[0], kv_bf16)
+    bed = Bed(threads, isa, max(job.m for job in group))
+    count = lay(bed, min(group, key=lambda job: job.m), kv_bf16)
+    made: dict[Job, tuple[Row, float]] = {}
+    for job in group:
+        used = 1 if job.m > HEAD_ROWS and job.op not in ("rms_norm", "quantize") else count
+        ops = bed.measured[: len(bed.measured) // count * used]
+        seconds, barriers = bed.times(job, ops, repetitions)
+        moved = bed.traffic(ops, job.m) // used
+        row = replace(
+            empty_row(job, isa), weight_bytes=bed.weight_bytes, activation_bytes=moved, barriers=barriers / used
+        )
+        made[job] = row, statistics.median(seconds) / used
+    return made

@@ -300,6 +300,24 @@ def test_a_report_survives_a_cache_that_cannot_be_written(
     assert "warning: the read bandwidth is not kept" in err
 
 
+def test_a_machine_that_was_not_quiet_is_said_and_not_kept(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    reads = iter([30.0, 40.0, 39.0, 33.0, 38.0, 1.0, 2.0])
+    monkeypatch.setattr(machine, "measure", lambda backend: Limits(next(reads), 900.0, 200.0))
+    argv = ["bench", str(folders["llama"]), "-p", "4", "-n", "0", "--json", "-r"]
+    assert main([*argv, "1"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["machine"]["read_gb_per_s"] == 35.0
+    assert "not quiet: 30.0 to 40.0 GB/s" in err
+    assert machine.known_read(_core.default_threads()) is None
+    assert main([*argv, "2"]) == 0
+    assert capsys.readouterr().err == ""
+    assert machine.known_read(_core.default_threads()) == 38.0
+    assert main([*argv, "1", "-q"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

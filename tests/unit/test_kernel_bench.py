@@ -158,6 +158,25 @@ def test_a_run_reads_enough_copies() -> None:
     assert raw[0][64:].any()
 
 
+def test_weights_are_packed_once_for_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens compute long enough: one copy. The row is the same as alone."""
+    laid: list[tuple[int, int]] = []
+    lay = kb.lay
+
+    def note(bed: kb.Bed, job: kb.Job, kv_bf16: bool) -> int:
+        laid.append((bed.tokens, lay(bed, job, kv_bf16)))
+        return laid[-1][1]
+
+    monkeypatch.setattr(kb, "lay", note)
+    together, (alone,) = rows(["ffn"], ["int8"], [9, 1]), rows(["ffn"], ["int8"], [9])
+    assert [tokens for tokens, _ in laid] == [9, 9]
+    assert laid[0][1] > 1
+    assert laid[1][1] == 1
+    names = ("m", "weight_bytes", "activation_bytes", "barriers")
+    assert [getattr(together[0], name) for name in names] == [getattr(alone, name) for name in names]
+    assert [row.m for row in together] == [9, 1]
+
+
 # ---- fractions
 
 
