@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
     from pyengine.engine import Engine
     from pyengine.reports.bench import Row
     from pyengine.reports.kernel_bench import Row as KernelRow
+    from pyengine.reports.machine import Gauge
 
 MAX_REPETITIONS = 1000
-QUIET = 1.25  # how far the read bandwidth's samples may lie apart before a report says so
 MODEL_DEFAULTS = {"prompts": [512], "steps": [128], "depths": [0], "repetitions": 5, "quant": "int8"}
 KERNEL_DEFAULTS = {"depths": [4096], "repetitions": 5, "batch": [1, 2, 4, 8, 512]}
 OF_MODELS = {
@@ -145,16 +144,15 @@ def describe_model(engine: Engine) -> dict[str, Any]:
     }
 
 
-def keep(threads: int, read_samples: list[float], *, quiet: bool) -> None:
+def keep(threads: int, gauge: Gauge, *, quiet: bool) -> None:
     """Store the read bandwidth for `generate` if the machine was quiet; else, or if it cannot be written, a warning."""
     from pyengine.reports.machine import remember_read
 
-    low, high = min(read_samples), max(read_samples)
-    if high > QUIET * low:
-        problem = f"the machine was not quiet: {low:.1f} to {high:.1f} GB/s of read bandwidth; it is not kept"
-    else:
+    disturbed = gauge.disturbed(threads)
+    problem = f"the machine was not quiet: {disturbed}; its bandwidth is not kept"
+    if disturbed is None:
         try:
-            remember_read(threads, statistics.median(read_samples))
+            remember_read(threads, gauge.limits.read_gb_per_s)
             return
         except ResourceError as error:
             problem = f"the read bandwidth is not kept: {error}"
@@ -176,7 +174,7 @@ def run_model(args: argparse.Namespace) -> int:
             rows = bench.run(runner, gauge, tests, repetitions=args.repetitions, progress=progress)
         about = gauge.to_json(isa=engine.isa, threads=engine.threads)
         model = describe_model(engine)
-    keep(about["threads"], about["read_samples"], quiet=args.quiet)
+    keep(about["threads"], gauge, quiet=args.quiet)
     if args.json:
         _output.print_json({"machine": about, **model, "results": [row.to_json() for row in rows]})
     else:
@@ -241,7 +239,7 @@ def run_kernels(args: argparse.Namespace) -> int:
             note=None if args.quiet else _output.warning,
         )
     machines = [gauge.to_json(isa=isa, threads=threads) for isa, gauge in gauges.items()]
-    keep(threads, machines[0]["read_samples"], quiet=args.quiet)
+    keep(threads, gauges[isas[0]], quiet=args.quiet)
     if args.json:
         limits = {isa: asdict(gauge.limits) for isa, gauge in gauges.items()}
         _output.print_json({"machine": machines[0], "limits": limits, "results": [row.to_json() for row in rows]})

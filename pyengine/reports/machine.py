@@ -30,6 +30,7 @@ from pyengine.paths import cache_dir
 READ_BYTES, READ_PASSES = 64 << 20, 16
 FIRST_OPS, COMPUTE_PASSES = 1_000_000, 8
 COMPUTE_SECONDS = 1e-3  # of a pass
+QUIET = 1.25  # how far the read bandwidth's samples may lie apart on a quiet machine
 FILE = "machine.json"  # in the cache folder
 
 
@@ -76,9 +77,21 @@ class Gauge:
     def __init__(self, measure_once: Callable[[], Limits]) -> None:
         self.measure_once = measure_once
         self.samples: list[Limits] = []
+        self.others: list[int] = []  # other threads that wanted to run, before each sample
 
     def sample(self) -> None:
+        self.others.append(others_running())
         self.samples.append(self.measure_once())
+
+    def disturbed(self, threads: int) -> str | None:
+        """What kept so many threads from having the machine to themselves; None if nothing is known."""
+        reads = [sample.read_gb_per_s for sample in self.samples]
+        others = statistics.median_low(self.others)
+        if others + threads > (os.cpu_count() or 1):
+            return f"{others} other threads were running beside {threads} on {os.cpu_count()} CPUs"
+        if max(reads) > QUIET * min(reads):
+            return f"read bandwidth went from {min(reads):.1f} to {max(reads):.1f} GB/s"
+        return None
 
     @property
     def limits(self) -> Limits:
@@ -97,6 +110,7 @@ class Gauge:
             "int8_gops": limits.int8_gops,
             "f32_gflops": limits.f32_gflops,
             "read_samples": [sample.read_gb_per_s for sample in self.samples],
+            "disturbed": self.disturbed(threads),
         }
 
 
@@ -113,6 +127,15 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def others_running() -> int:
+    """Threads on the machine that run or wait for a CPU, but for this one; 0 where the system does not say."""
+    try:
+        running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0]
+        return max(int(running) - 1, 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def commit() -> str | None:
     """The commit of the sources that run: of the checkout they lie in, else the one that was installed; None without.
 
@@ -124,16 +147,6 @@ def commit() -> str | None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
     return _core.commit() or None
-
-
-def last_level_cache_bytes() -> int:
-    """The largest cache that the system names; 32 MiB where it names none."""
-    largest = 0
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            text = path.read_text(encoding="ascii").strip()
-            largest = max(largest, int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]])
-    return largest or 32 << 20
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------

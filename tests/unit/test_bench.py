@@ -74,6 +74,18 @@ def test_a_gauge_takes_the_median_of_its_samples() -> None:
     assert record.keys() >= MACHINE_KEYS
     assert (record["isa"], record["threads"], record["read_gb_per_s"]) == ("avx2", 2, 30)
     assert record["read_samples"] == [30, 10, 32]
+    assert "from 10.0 to 32.0 GB/s" in str(record["disturbed"]) or "other threads" in str(record["disturbed"])
+
+
+def test_other_threads_beside_ours_disturb_where_there_are_too_few_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = iter([0, 5, 3, 0, 7])
+    monkeypatch.setattr(machine, "others_running", lambda: next(others))
+    gauge = machine.Gauge(lambda: Limits(30, 900, 200))
+    for _ in range(5):
+        gauge.sample()
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    assert gauge.disturbed(1) is None
+    assert gauge.disturbed(2) == "3 other threads were running beside 2 on 4 CPUs"
 
 
 def test_the_commit_is_that_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,6 +260,8 @@ def test_tests_that_do_not_fit(folders: dict[str, Path], monkeypatch: pytest.Mon
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "others_running", lambda: 0)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(machine, "measure", lambda backend: Limits(40.0, 900.0, 200.0))
 
 
@@ -303,13 +317,14 @@ def test_a_report_survives_a_cache_that_cannot_be_written(
 def test_a_machine_that_was_not_quiet_is_said_and_not_kept(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    quick(monkeypatch)
     reads = iter([30.0, 40.0, 39.0, 33.0, 38.0, 1.0, 2.0])
     monkeypatch.setattr(machine, "measure", lambda backend: Limits(next(reads), 900.0, 200.0))
     argv = ["bench", str(folders["llama"]), "-p", "4", "-n", "0", "--json", "-r"]
     assert main([*argv, "1"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["machine"]["read_gb_per_s"] == 35.0
-    assert "not quiet: 30.0 to 40.0 GB/s" in err
+    assert "not quiet: read bandwidth went from 30.0 to 40.0 GB/s" in err
     assert machine.known_read(_core.default_threads()) is None
     assert main([*argv, "2"]) == 0
     assert capsys.readouterr().err == ""

@@ -160,6 +160,8 @@ def main(argv: list[str] | None = None) -> None:
         gauge = machine.Gauge(lambda: machine.measure(backend))
         compete(contenders, ids[: args.prompt], ids[args.prompt :], args.rounds, gauge)
         about = gauge.to_json(isa=backend.isa, threads=backend.threads)
+    if about["disturbed"] is not None:
+        print(f"the machine was not quiet: {about['disturbed']}", file=sys.stderr)
     records = summarize(contenders, args.prompt, args.steps)
     if args.json:
         sizes = {"prompt_tokens": args.prompt, "decode_steps": args.steps, "rounds": args.rounds}
