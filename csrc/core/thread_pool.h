@@ -65,8 +65,12 @@ class Team {
       barrier_.wait(seen, idle);
     }
   }
+  template <class Last>
+  void barrier(Last&& last) {
+    barrier(last, [] {});
+  }
   void barrier() {
-    barrier([] {}, [] {});
+    barrier([] {});
   }
 
  private:

@@ -4,23 +4,20 @@
 
 namespace {
 
-// Sum of the int32 in [p, p + bytes); bytes is a multiple of kProbeRead. Two streams with prefetch, as the GEMV reads.
+// Sum of the int32 in [p, p + bytes); bytes is a multiple of kProbeRead. One stream with prefetch, as the GEMV reads.
 int32_t probe_read(const uint8_t* p, int64_t bytes) {
-  constexpr int kStreams = 2, kLoads = kProbeRead / kStreams / 64;
-  constexpr int64_t kAhead = 1536;
-  const int64_t stream = bytes / kStreams;
-  I sum[kStreams][kLoads];
-  PE_UNROLL for (int s = 0; s < kStreams; ++s) PE_UNROLL for (int i = 0; i < kLoads; ++i) sum[s][i] = simd::izero();
-  for (int64_t k = 0; k < stream; k += kLoads * 64) {
-    PE_UNROLL for (int s = 0; s < kStreams; ++s) PE_UNROLL for (int i = 0; i < kLoads; ++i) {
-      const uint8_t* at = p + s * stream + k + i * 64;
-      sum[s][i] = simd::iadd(sum[s][i], simd::iload(reinterpret_cast<const int32_t*>(at)));
+  constexpr int kLoads = kProbeRead / 64;
+  I sum[kLoads];
+  PE_UNROLL for (int i = 0; i < kLoads; ++i) sum[i] = simd::izero();
+  for (int64_t k = 0; k < bytes; k += kProbeRead) {
+    PE_UNROLL for (int i = 0; i < kLoads; ++i) {
+      const uint8_t* at = p + k + i * 64;
+      sum[i] = simd::iadd(sum[i], simd::iload(reinterpret_cast<const int32_t*>(at)));
       simd::prefetch(at + kAhead);
     }
   }
   I total = simd::izero();
-  PE_UNROLL for (int s = 0; s < kStreams; ++s) PE_UNROLL for (int i = 0; i < kLoads; ++i) total =
-      simd::iadd(total, sum[s][i]);
+  PE_UNROLL for (int i = 0; i < kLoads; ++i) total = simd::iadd(total, sum[i]);
   return reduce_add(total);
 }
 
