@@ -134,8 +134,9 @@ def make_key(
 ) -> Key:
     """Everything that the packed bytes depend on, as JSON values.
 
-    prepare: as in `load_weights`; its name stands for it. calibration_ids: tokens of the calibration text, which stand for the text and the tokenizer; None without
-    calibration. The spec stands for config.json: all that is used of it, as it was understood.
+    calibration_ids: tokens of the calibration text, which stand for the text and the tokenizer; None without
+    calibration. prepare: as in `load_weights`; its name stands for it. The spec stands for config.json: all that is
+    used of it, as it was understood.
     """
     described = repr(replace(spec, warnings=()))
     ids = None if calibration_ids is None else _sha256(np.asarray(calibration_ids, "<i4").tobytes())

@@ -13,7 +13,7 @@ import pytest
 from builders import write_tiny_model
 from golden.golden_cases import CONFIGS
 
-import pyengine
+from pyengine import _core
 
 COUNTER = r"""
 #define _GNU_SOURCE
@@ -83,7 +83,7 @@ def test_no_allocation_per_token_after_the_first(tmp_path: Path, kv_dtype: str) 
     environment = {
         **os.environ,
         "LD_PRELOAD": str(tmp_path / "counter.so"),
-        "COUNTED_LIBRARY": str(Path(pyengine.__file__).parent / "libpyengine_cpu.so"),
+        "COUNTED_LIBRARY": str(Path(_core.__file__).parent / "libpyengine_cpu.so"),
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), kv_dtype],
