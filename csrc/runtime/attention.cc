@@ -98,6 +98,16 @@ void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_h
 
 namespace {
 constexpr float kMinusInf = -__builtin_inff();
+
+// Whether the query heads of one KV head fill whole groups of int8, which can be rounded as soon as they are there.
+bool heads_fill_groups(const Op& op) { return int64_t{op.d.heads / op.d.kv_heads} * op.d.head_dim % kActGroup == 0; }
+}  // namespace
+
+void Program::quantize_heads(const Op& op, const TokenTile& tile, int64_t kv_head) {
+  if (op.d.kind == PE_OP_ATTENTION || !heads_fill_groups(op)) return;
+  const int64_t columns = int64_t{op.d.heads / op.d.kv_heads} * op.d.head_dim, begin = kv_head * columns;
+  for (int64_t t = tile.begin; t < tile.end; ++t)
+    k_.quantize(op.scratch->row(t), begin, begin + columns, &op.output->quant, t);
 }
 
 void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread) {
@@ -123,6 +133,7 @@ void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, 
   for (int32_t r = 0; r < rows; ++r)
     k_.divide(acc + r * width, sum[r], out.row(tile.begin + r / ratio) + (kv_head * ratio + r % ratio) * op.d.head_dim,
               op.d.head_dim);
+  quantize_heads(op, tile, kv_head);
 }
 
 void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread) {
@@ -141,6 +152,7 @@ void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t kv_hea
     }
     k_.divide(acc, sum, out.row(tile.begin + r / ratio) + (kv_head * ratio + r % ratio) * op.d.head_dim, op.d.head_dim);
   }
+  quantize_heads(op, tile, kv_head);
 }
 
 void Program::attention(const Op& op, int thread) {
@@ -182,13 +194,13 @@ void Program::attention(const Op& op, int thread) {
                          base + rows * (width + 1), base);
       }
     });
-    inner_barrier(thread);
+    inner_barrier(thread, op.next_weight);
     tasks(tiles * kv_heads, [&](int64_t i) {
       merge_partials(op, tiling.tiles[static_cast<size_t>(i / kv_heads)], i % kv_heads, thread);
     });
   }
-  if (op.d.kind == PE_OP_ATTENTION) return;
-  inner_barrier(thread);
+  if (op.d.kind == PE_OP_ATTENTION || heads_fill_groups(op)) return;
+  inner_barrier(thread, op.next_weight);
   const int64_t groups = (op.output->width + kActGroup - 1) / kActGroup;
   const int64_t chunk = batch_->tokens > kSplitTokens ? groups : std::max<int64_t>(1, groups / backend_.team.size());
   for (int64_t i; (i = counter_.fetch_add(chunk, std::memory_order_relaxed)) < batch_->tokens * groups;) {

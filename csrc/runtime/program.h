@@ -121,6 +121,7 @@ class Program {
                         float* max, float* sum, float* acc);
   void attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
   void merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
+  void quantize_heads(const Op& op, const TokenTile& tile, int64_t kv_head);
 
   int64_t sequence_of(int64_t token) const { return token_sequence_[static_cast<size_t>(token)]; }
   int32_t block_of(const Op& op, int64_t sequence, int64_t index) const {
