@@ -201,13 +201,9 @@ class Engine:
         for sequence, ids in entries:
             self.ropes.grow(sequence.length + len(ids))
             sequence.reserve(len(ids))
-        # one sequence is the path of every decode step: as little numpy as it takes
         if len(entries) == 1:
             sequence, ids = entries[0]
-            ends = np.array((0, len(ids)), np.int32)
-            token_ids = np.array(ids, np.int32)
-            positions = np.arange(sequence.length, sequence.length + len(ids), dtype=np.int32)
-            tables = [table.reshape(1, -1) for table in sequence.tables]
+            ends, token_ids, positions, tables = sequence.step(ids)
         else:
             ends = np.cumsum([0, *(len(ids) for _, ids in entries)]).astype(np.int32)
             token_ids = np.concatenate([np.array(ids, np.int32) for _, ids in entries])
@@ -217,7 +213,7 @@ class Engine:
                 np.stack([np.pad(s.tables[g], (0, width - len(s.tables[g]))) for s, _ in entries])
                 for g in range(len(self.pool.ids))
             ]
-        interruptible = threading.current_thread() is threading.main_thread()
+        interruptible = threading.get_ident() == threading.main_thread().ident
         out = built.program.run(
             token_ids, positions, ends, tables, rows, logits, sampling, None, list(taps), cancel, interruptible
         )

@@ -6,6 +6,8 @@ per sequence; a window group gives back the blocks that no later token can see.
 
 from __future__ import annotations
 
+import collections.abc
+
 import numpy as np
 import numpy.typing as npt
 
@@ -71,6 +73,9 @@ class Sequence:
         self.length = 0
         self.owned: list[dict[int, int]] = [{} for _ in pool.ids]  # block index -> block
         self.tables: list[Int32] = [np.zeros(16, np.int32) for _ in pool.ids]
+        self._rows = [table.reshape(1, -1) for table in self.tables]
+        # what a step of one token passes to the core, made once
+        self._one = (np.array((0, 1), np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
 
     def reserve(self, tokens: int) -> None:
         """Own the blocks of positions length .. length + tokens - 1."""
@@ -78,9 +83,20 @@ class Sequence:
         for group, table in enumerate(self.tables):
             if last >= len(table):
                 self.tables[group] = table = np.concatenate([table, np.zeros(max(last + 1, len(table)), np.int32)])
+                self._rows[group] = table.reshape(1, -1)
             for index in range(self.length // KV_BLOCK, last + 1):
                 if index not in self.owned[group]:
                     table[index] = self.owned[group][index] = self.pool.take(group)
+
+    def step(self, ids: collections.abc.Sequence[int]) -> tuple[Int32, Int32, Int32, list[Int32]]:
+        """A batch of this sequence's next tokens alone, reserved before: query_start [2], token_ids and positions [T],
+        block tables [1, blocks] by group. Overwritten by the next call."""
+        if len(ids) > 1:
+            positions = np.arange(self.length, self.length + len(ids), dtype=np.int32)
+            return np.array((0, len(ids)), np.int32), np.array(ids, np.int32), positions, self._rows
+        start, token_ids, positions = self._one
+        token_ids[0], positions[0] = ids[0], self.length
+        return start, token_ids, positions, self._rows
 
     def advance(self, tokens: int) -> None:
         """The run went well: its tokens count. Blocks that fell out of a window go back to the pool."""

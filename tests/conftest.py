@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from pyengine import _core, weights_cache
+
+# A shell that starts something in the background lets it ignore Ctrl-C, and so would every program that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ISAS = [entry["name"] for entry in _core.isas()]
 
