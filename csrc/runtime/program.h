@@ -163,7 +163,7 @@ class Program {
   uint64_t barriers_ = 0, allocations_ = 0;
 
   std::vector<uint64_t> op_ns_;
-  uint64_t runs_ = 0, run_ns_ = 0;
+  uint64_t runs_ = 0, run_ns_ = 0, stamp_ = 0;  // stamp_: when the last timed op ended
 };
 
 uint64_t now_ns();
