@@ -11,6 +11,8 @@ This is the package's door and belongs to no stage. Everything behind it is impo
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from pyengine.generate import GenerationResult as GenerationResult
 
 __version__ = "0.1.0"
+
+# `python -m pyengine` in a checkout finds the sources first, without the core that `pip install .` built: it is taken
+# from the installed package then.
+if not any(Path(__file__).parent.glob("_core.*.so")):
+    __path__ = pkgutil.extend_path(__path__, __name__)
 
 _ERRORS = (
     "ChatTemplateError",

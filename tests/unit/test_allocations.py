@@ -87,7 +87,7 @@ def test_no_allocation_per_token_after_the_first(tmp_path: Path, kv_dtype: str) 
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), kv_dtype],
-        env=environment, capture_output=True, text=True, timeout=120,
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first_allocations, first_runs, allocations, runs = map(int, done.stdout.split())

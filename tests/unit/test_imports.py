@@ -162,3 +162,13 @@ def test_the_readme_commands_are_what_ci_runs() -> None:
     assert len(commands) == 2, "expected exactly one command that generates text and one that runs the tests"
     assert commands[0].endswith('generate -p "Why is the sky blue?"')
     assert commands[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_module_runs_from_the_checkout() -> None:
+    """Where the sources lie in front of the installed package and have no core of their own."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "pyengine", "--version"], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("pyengine ")
