@@ -191,11 +191,13 @@ class Engine:
         taps: Sequence[Float32] = (),
         cancel: Int32 | None = None,
         program: BuiltProgram | None = None,
+        advance: bool = True,
     ) -> tuple[Int32, Float32] | None:
         """One step: each sequence takes its new tokens (at most MAX_BATCH_TOKENS together).
 
         rows: token indices of the batch whose logits are wanted, into `logits` float32 [rows, V] and for `sampling`
-        (None = greedy; returns ids and log probabilities). On any error no sequence has changed.
+        (None = greedy; returns ids and log probabilities). advance=False: the caller advances each sequence by as many
+        of its tokens as it keeps. On any error no sequence has changed.
         """
         built = program or self.program
         for sequence, ids in entries:
@@ -217,8 +219,9 @@ class Engine:
         out = built.program.run(
             token_ids, positions, ends, tables, rows, logits, sampling, None, list(taps), cancel, interruptible
         )
-        for sequence, ids in entries:
-            sequence.advance(len(ids))
+        if advance:
+            for sequence, ids in entries:
+                sequence.advance(len(ids))
         return out
 
     def logits(
@@ -293,7 +296,7 @@ class Engine:
         """Generate from a text (raw) or token ids; an iterator of pieces, with `result` at its end. Closing it cancels.
 
         Keyword arguments are those of SamplingParams (max_tokens, temperature, top_k, top_p, min_p,
-        repetition_penalty, seed, stop, ignore_eos). Errors: RequestError before any compute.
+        repetition_penalty, seed, stop, ignore_eos, speculate). Errors: RequestError before any compute.
         """
         params = SamplingParams(**sampling)
         self._check_open()

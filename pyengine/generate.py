@@ -7,8 +7,9 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy.typing as npt
 
 from pyengine import __version__
 from pyengine._core import Stage
-from pyengine.errors import RequestError, ResourceError
+from pyengine.errors import ComputeError, RequestError, ResourceError
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.sampling import SamplingParams
+from pyengine.speculate import NgramDrafter
 from pyengine.tokenizer import StopMatcher
 
 if TYPE_CHECKING:
@@ -40,7 +42,11 @@ class Piece:
 
 @dataclass
 class GenerationResult:
-    """The fields of `generate --json`; str() is the text. Times in ms, shares 0..1, None where nothing was decoded."""
+    """The fields of `generate --json`; str() is the text. Times in ms, shares 0..1, None where nothing was decoded.
+
+    speculation: tokens that were drafted and those of them that the model agreed with; None, and not in the JSON, where
+    it was not asked for.
+    """
 
     text: str
     tokens: list[int]
@@ -62,6 +68,7 @@ class GenerationResult:
     decode_breakdown: dict[str, float] | None
     weight_bytes_per_token: int
     peak_rss_bytes: int
+    speculation: dict[str, int] | None = None
     logprobs: list[float] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -71,6 +78,8 @@ class GenerationResult:
         """The JSON object; `logprobs` is for Python alone."""
         record = asdict(self)
         del record["logprobs"]
+        if self.speculation is None:
+            del record["speculation"]
         return record
 
 
@@ -107,6 +116,8 @@ class GenerationStream:
         self.completion = 0
         self.prompt_ms = self.predicted_ms = 0.0
         self.decode_steps = 0
+        self.drafter: NgramDrafter | None = None
+        self.drafted = self.drafts_accepted = 0
         self.stage_ns = np.zeros(len(STAGES), np.int64)
         self.decoder = engine.tokenizer.stream() if engine.tokenizer is not None else None
         if params.stop and self.decoder is None:
@@ -159,46 +170,76 @@ class GenerationStream:
                 self.finish_reason = "length"
                 yield Piece("", None, None, "length")
                 return
-            token, logprob = self._prefill()
+            chosen = self._prefill()
             started = time.perf_counter()
             while True:
-                piece = self._accept(token, logprob)
-                self.predicted_ms = (time.perf_counter() - started) * 1e3
-                yield piece
-                if piece.finish_reason is not None:
-                    return
+                for token, logprob in chosen:
+                    piece = self._accept(token, logprob)
+                    self.predicted_ms = (time.perf_counter() - started) * 1e3
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
                 try:
-                    token, logprob = self._step([token], timed=self)
+                    chosen = self._step([token], self._draft(), timed=self)
                 finally:  # the timers have counted a step that was cancelled, too
                     self.predicted_ms = (time.perf_counter() - started) * 1e3
                 self.decode_steps += 1
         finally:
             self._end(self.finish_reason or "cancelled")
 
-    def _prefill(self) -> tuple[int, float]:
+    def _prefill(self) -> list[tuple[int, float]]:
         from pyengine.engine import MAX_BATCH_TOKENS
 
         started = time.perf_counter()
+        if self.params.speculate is not None:
+            self.drafter = NgramDrafter(self.prompt)
         with self.engine._running():
             for at in range(0, len(self.prompt), MAX_BATCH_TOKENS):
                 part = self.prompt[at : at + MAX_BATCH_TOKENS]
                 last = at + len(part) == len(self.prompt)
                 if not last:
                     self.engine.forward([(self.sequence, part)], cancel=self.cancel)
-            token, logprob = self._step(part)
+            chosen = self._step(part)
         self.prompt_ms = (time.perf_counter() - started) * 1e3
-        return token, logprob
+        return chosen
 
-    def _step(self, ids: list[int], *, timed: GenerationStream | None = None) -> tuple[int, float]:
-        rows = np.array([len(ids) - 1], np.int32)
-        with self.engine._running(timed):
-            out = self.engine.forward(
-                [(self.sequence, ids)], rows=rows, sampling=[self._sampling()], cancel=self.cancel
-            )
-        assert out is not None
-        return int(out[0][0]), float(out[1][0])
+    def _draft(self) -> list[int]:
+        """Guesses to check beside the next step: none that would be past the end of the request."""
+        if self.drafter is None:
+            return []
+        return list(
+            takewhile(lambda token: token not in self.eos, self.drafter.draft(self.limit - self.completion - 1))
+        )
 
-    def _sampling(self) -> dict[str, Any] | None:
+    def _step(
+        self, ids: list[int], drafts: Sequence[int] = (), *, timed: GenerationStream | None = None
+    ) -> list[tuple[int, float]]:
+        """The tokens after `ids` and their log probabilities: one, and one more for every draft that was right.
+
+        Each row is sampled as if its drafts were the text, with its own step of the random key; so a row whose drafts
+        are right gives the very token that a step of its own would have given, and the first wrong draft ends them.
+        """
+        rows = np.arange(len(ids) - 1, len(ids) + len(drafts), dtype=np.int32)
+        sampling = [self._sampling(drafts[:count]) for count in range(len(rows))]
+        try:
+            with self.engine._running(timed):
+                out = self.engine.forward(
+                    [(self.sequence, [*ids, *drafts])], rows=rows, sampling=sampling, cancel=self.cancel, advance=False
+                )
+                assert out is not None
+                tokens, logprobs = out[0].tolist(), out[1].tolist()
+                right = next((i for i, draft in enumerate(drafts) if draft != tokens[i]), len(drafts))
+                self.sequence.advance(len(ids) + right)
+        except ComputeError:
+            if not drafts:
+                raise
+            return self._step(ids, timed=timed)  # a draft's own logits must not end a request that never sees them
+        self.drafted += len(drafts)
+        self.drafts_accepted += right
+        return list(zip(tokens, logprobs, strict=True))[: right + 1]
+
+    def _sampling(self, drafts: Sequence[int]) -> dict[str, Any] | None:
+        """The sampling values of the row after `drafts`."""
         p = self.params
         if p.temperature == 0 and p.repetition_penalty == 1:
             return None
@@ -209,10 +250,10 @@ class GenerationStream:
             "min_p": p.min_p,
             "repetition_penalty": p.repetition_penalty,
             "seed": self.seed,
-            "step": len(self.tokens),
+            "step": len(self.tokens) + len(drafts),
         }
         if p.repetition_penalty != 1:
-            values["penalty_ids"] = np.array(sorted({*self.prompt, *self.tokens}), np.int32)
+            values["penalty_ids"] = np.array(sorted({*self.prompt, *self.tokens, *drafts}), np.int32)
         return values
 
     def _accept(self, token: int, logprob: float) -> Piece:
@@ -222,6 +263,8 @@ class GenerationStream:
             self.finish_reason, self.stop_reason = "stop", token
             return Piece(self._flush(), token, logprob, "stop")
         self.tokens.append(token)
+        if self.drafter is not None:
+            self.drafter.push(token)
         self.logprobs.append(logprob)
         text, stopped = "", False
         if self.decoder is not None:
@@ -257,16 +300,17 @@ class GenerationStream:
     def _end(self, reason: str) -> None:
         if self.result is not None:
             return
-        engine, steps = self.engine, self.decode_steps
+        engine, predicted = self.engine, max(self.completion - 1, 0)
         with engine._lock:
             self.sequence.close()
             if engine._timed() is self:
                 engine._time_for(None)
         breakdown, share = None, None
-        if steps and self.predicted_ms:
-            breakdown = {name: float(self.stage_ns[int(getattr(Stage, name.upper()))]) / 1e6 / steps for name in STAGES}
-            breakdown["other"] = self.predicted_ms / steps - sum(breakdown.values())
-            share = breakdown["ffn"] * steps / self.predicted_ms
+        if predicted and self.predicted_ms:
+            stage_ms = self.stage_ns / (1e6 * predicted)
+            breakdown = {name: float(stage_ms[int(getattr(Stage, name.upper()))]) for name in STAGES}
+            breakdown["other"] = self.predicted_ms / predicted - sum(breakdown.values())
+            share = breakdown["ffn"] * predicted / self.predicted_ms
         prompt_n = len(self.prompt) if self.prompt_ms else 0
         self.result = GenerationResult(
             text="".join(self.text),
@@ -293,15 +337,18 @@ class GenerationStream:
                 "prompt_n": prompt_n,
                 "prompt_ms": self.prompt_ms,
                 "prompt_per_second": prompt_n / self.prompt_ms * 1e3 if self.prompt_ms else None,
-                "predicted_n": steps,
+                "predicted_n": predicted,
                 "predicted_ms": self.predicted_ms,
-                "predicted_per_second": steps / self.predicted_ms * 1e3 if steps and self.predicted_ms else None,
-                "decode_steps": steps,
+                "predicted_per_second": predicted / self.predicted_ms * 1e3 if breakdown else None,
+                "decode_steps": self.decode_steps,
                 "cache_n": 0,
             },
             ffn_share=share,
             decode_breakdown=breakdown,
             weight_bytes_per_token=engine.weight_bytes_per_token,
             peak_rss_bytes=peak_rss_bytes(),
+            speculation=(
+                None if self.params.speculate is None else {"drafted": self.drafted, "accepted": self.drafts_accepted}
+            ),
             logprobs=self.logprobs,
         )

@@ -18,6 +18,7 @@ MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
+SPECULATIONS = ("ngram",)
 # The core computes in float32. Above the first, temperatures are one and the same uniform choice; below the second,
 # logits divided by the penalty would leave float32's range.
 MAX_TEMPERATURE = 1e30
@@ -33,7 +34,8 @@ class SamplingParams:
     top_k: 0 or -1 = off, as is anything from the vocabulary's size on. top_p: 0 to 1; 1 = off, 0 keeps one token.
     min_p: 0 to 1; 0 = off. repetition_penalty: 1e-30 to 1e30; 1 = off.
     seed: 0 to 2^64 - 1; None = one is drawn. stop: at most 16 strings of 1 to 1024 characters (or one string).
-    ignore_eos: go on after an end-of-sequence token.
+    ignore_eos: go on after an end-of-sequence token. speculate: "ngram" drafts tokens from repetitions in the text and
+    checks several in a step; the tokens stay the same, only the time differs. None = off.
 
     Integers of numpy are integers; True, "1" and 1.0 are not. Errors: RequestError naming value and range.
     """
@@ -47,6 +49,7 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    speculate: str | None = None
 
     def __post_init__(self) -> None:
         top_k = _integer("top_k", self.top_k, -1, None)
@@ -64,6 +67,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, (bool, np.bool_)):
             raise RequestError(f"ignore_eos {shown(self.ignore_eos)}; expected True or False")
         values["ignore_eos"] = bool(self.ignore_eos)
+        if self.speculate is not None and not (isinstance(self.speculate, str) and self.speculate in SPECULATIONS):
+            raise RequestError(f"speculate {shown(self.speculate)}; expected None or one of {', '.join(SPECULATIONS)}")
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

@@ -41,10 +41,13 @@ class FakeResult:
     finish_reason: str
     seed: int
     count: int
+    speculation: dict[str, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         rate = 20.0 if self.count > 1 else None
+        optional = {} if self.speculation is None else {"speculation": self.speculation}
         return {
+            **optional,
             "text": self.text,
             "tokens": list(range(self.count)),
             "finish_reason": self.finish_reason,
@@ -86,6 +89,7 @@ class FakeStream:
         self._pieces = list(pieces)
         self._seed = 7 if seed is None else seed
         self._shown: list[str] = []
+        self.speculation: dict[str, int] | None = None
         self.result: FakeResult | None = None
         self.closed = False
 
@@ -110,7 +114,8 @@ class FakeStream:
 
     def _finish(self, reason: str) -> None:
         if self.result is None:
-            self.result = FakeResult("".join(self._shown), reason, self._seed, len(self._shown))
+            text = "".join(self._shown)
+            self.result = FakeResult(text, reason, self._seed, len(self._shown), self.speculation)
 
     def close(self) -> None:
         self.closed = True
@@ -129,6 +134,7 @@ class FakeEngine:
     bits_per_weight: float = 8.5
     noise: float = 0.0
     delay: float = 0.0  # seconds before each piece, the first announced on stderr
+    speculation: tuple[int, int] = (0, 0)  # tokens drafted and accepted, where a request asks for it
     requests: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
     isa: str = "scalar"
@@ -147,6 +153,8 @@ class FakeEngine:
         if not ids:
             raise RequestError("empty prompt; expected at least one token")
         stream = FakeStream(self.pieces, sampling["seed"], self.delay)
+        if sampling["speculate"] is not None:
+            stream.speculation = dict(zip(("drafted", "accepted"), self.speculation, strict=True))
         self.requests.append({"ids": ids, "stream": stream, **sampling})
         return stream
 

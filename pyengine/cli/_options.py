@@ -18,6 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 QUANTS = ("none", "f32", "bf16", "int8", "int4")
 INT4_SCHEMES = ("minimum", "symmetric")
 KV_DTYPES = ("bf16", "f32", "int8")
+SPECULATIONS = ("ngram",)
 
 
 class Parser(argparse.ArgumentParser):

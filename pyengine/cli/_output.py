@@ -71,8 +71,13 @@ def statistics_line(record: Mapping[str, Any], *, sampled: bool, limit_gb_per_s:
     ]
     if record["ffn_share"] is not None:
         parts.append(f"FFN {100 * record['ffn_share']:.1f} % of decode")
-    if rate is not None:
-        read = rate * record["weight_bytes_per_token"] / 1e9
+    speculation = record.get("speculation")
+    if speculation is not None:
+        drafted, accepted = speculation["drafted"], speculation["accepted"]
+        share = f", {accepted} accepted ({100 * accepted / drafted:.0f} %)" if drafted else ""
+        parts.append(f"{drafted} tok drafted{share}")
+    if rate is not None:  # the weights are read once a step, whatever the number of tokens
+        read = timings["decode_steps"] / timings["predicted_ms"] * record["weight_bytes_per_token"] / 1e6
         fraction = f" ({100 * read / limit_gb_per_s:.0f} % of this machine)" if limit_gb_per_s else ""
         parts.append(f"{read:.1f} GB/s{fraction}")
     threads = record["threads"]

@@ -50,6 +50,11 @@ def add_parser(commands: Any) -> None:
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    parser.add_argument(
+        "--speculate",
+        choices=_options.SPECULATIONS,
+        help="draft tokens from repetitions in the text and check several in a step; the text stays the same",
+    )
     _options.add_engine(parser)
     parser.add_argument("-c", "--ctx-size", type=int, metavar="N", help="limit of the context; 0 = the model's maximum")
     _options.add_common(parser)
@@ -141,6 +146,7 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "stop": tuple(args.stop),
         "ignore_eos": args.ignore_eos,
+        "speculate": args.speculate,
     }
 
 

@@ -15,7 +15,7 @@ import pytest
 from fake_engine import ByteTokenizer, FakeEngine, FakeResult, Terminal, install
 
 from pyengine import errors
-from pyengine.cli import _options, generate
+from pyengine.cli import _options, _output, generate
 from pyengine.cli.main import main
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -44,6 +44,24 @@ def test_text_goes_alone_to_stdout_and_statistics_to_stderr(engine: FakeEngine, 
     )
     assert engine.requests[0]["ids"] == list(b"Hi")
     assert engine.closed
+
+
+def test_speculation_is_shown_where_it_was_asked_for(engine: FakeEngine, capsys: Any) -> None:
+    for counts, says in (((30, 24), "30 tok drafted, 24 accepted (80 %)"), ((0, 0), "0 tok drafted")):
+        engine.speculation = counts
+        assert main(["generate", "--raw", "-p", "Hi", "--speculate", "ngram"]) == 0
+        assert f"| FFN 71.2 % of decode | {says} | 30.0 GB/s |" in capsys.readouterr().err
+        assert main(["generate", "--raw", "-p", "Hi", "--speculate", "ngram", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["speculation"] == {"drafted": counts[0], "accepted": counts[1]}
+    for options in (["--speculate"], ["--speculate", "draft"]):
+        assert main(["generate", "--raw", "-p", "Hi", *options]) == 2
+
+
+def test_the_bandwidth_counts_steps_not_tokens() -> None:
+    record = FakeResult("", "stop", 7, 9).to_json()
+    assert "| 30.0 GB/s |" in _output.statistics_line(record, sampled=False)
+    record["timings"]["decode_steps"] = 4
+    assert "| 15.0 GB/s |" in _output.statistics_line(record, sampled=False)
 
 
 def test_final_newline_only_on_a_terminal(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,11 +265,12 @@ def test_sampling_defaults_are_greedy_and_options_reach_the_engine(engine: FakeE
         "seed": None,
         "stop": (),
         "ignore_eos": False,
+        "speculate": None,
     }
     assert main(["generate", "--raw", "-p", "Hi"]) == 0
     assert {k: engine.requests[0][k] for k in greedy} == greedy
     command = "generate --raw -p Hi -n -1 --temp 0.5 --top-k 40 --top-p 0.9 --min-p 0.05 --repeat-penalty 1.1 --seed 3"
-    assert main([*command.split(), "--stop", "\n", "--stop", "END", "--ignore-eos"]) == 0
+    assert main([*command.split(), "--stop", "\n", "--stop", "END", "--ignore-eos", "--speculate", "ngram"]) == 0
     assert {k: engine.requests[1][k] for k in greedy} == {
         "max_tokens": -1,
         "temperature": 0.5,
@@ -262,6 +281,7 @@ def test_sampling_defaults_are_greedy_and_options_reach_the_engine(engine: FakeE
         "seed": 3,
         "stop": ("\n", "END"),
         "ignore_eos": True,
+        "speculate": "ngram",
     }
     assert "raw, seed 3 |" in capsys.readouterr().err
 

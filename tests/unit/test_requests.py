@@ -139,12 +139,13 @@ def test_a_batch_is_checked_before_it_computes(tight: pyengine.Engine) -> None:
 # ---- interrupted -----------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_in_a_stream_keeps_what_there_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_ctrl_c_in_a_stream_keeps_what_there_is(tmp_path: Path, speculate: str | None) -> None:
     config = {**CONFIG, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "head_dim": 64}
     write_tiny_model(tmp_path, config)
     with pyengine.load(tmp_path, quant="f32", threads=2) as one:
         expected = one.generate(PROMPT, max_tokens=200, ignore_eos=True).tokens
-        stream = one.stream(PROMPT, max_tokens=900, ignore_eos=True)
+        stream = one.stream(PROMPT, max_tokens=900, ignore_eos=True, speculate=speculate)
         for _ in range(5):
             next(stream)
         threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -25,6 +25,7 @@ def test_defaults_are_greedy() -> None:
         "seed": None,
         "stop": (),
         "ignore_eos": False,
+        "speculate": None,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 1  # type: ignore[misc]
