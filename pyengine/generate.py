@@ -10,7 +10,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 STAGES = ("embed", "norm", "attention", "router", "ffn", "lm_head", "sample")
 MAX_SEED = 2**64 - 1
+ONE_ROW = np.zeros(1, np.int32)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A step's new text (maybe empty: an unfinished character is held back), its token and log probability."""
 
     text: str
@@ -219,8 +219,9 @@ class GenerationStream:
         Each row is sampled as if its drafts were the text, with its own step of the random key; so a row whose drafts
         are right gives the very token that a step of its own would have given, and the first wrong draft ends them.
         """
-        rows = np.arange(len(ids) - 1, len(ids) + len(drafts), dtype=np.int32)
-        sampling = [self._sampling(drafts[:count]) for count in range(len(rows))]
+        last = len(ids) + len(drafts)
+        rows = np.arange(len(ids) - 1, last, dtype=np.int32) if last > 1 else ONE_ROW
+        sampling = [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)]
         try:
             with self.engine._running(timed):
                 out = self.engine.forward(
@@ -228,7 +229,9 @@ class GenerationStream:
                 )
                 assert out is not None
                 tokens, logprobs = out[0].tolist(), out[1].tolist()
-                right = next((i for i, draft in enumerate(drafts) if draft != tokens[i]), len(drafts))
+                right = 0
+                while right < len(drafts) and drafts[right] == tokens[right]:
+                    right += 1
                 self.sequence.advance(len(ids) + right)
         except ComputeError:
             if not drafts:
