@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def engine(folders: Callable[[str], Path]) -> Iterator[pyengine.Engine]:
 class Oracle:
     """In place of the drafter: drafts the text that is to come, up to a token that is wrong in about every fourth."""
 
-    texts: dict[tuple[int, ...], list[int]]  # by prompt: what the model generates
+    texts: ClassVar[dict[tuple[int, ...], list[int]]]  # by prompt: what the model generates
     wrong = 0.25
 
     def __init__(self, prompt: list[int]) -> None:
@@ -82,7 +82,7 @@ class Oracle:
 @pytest.fixture
 def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
     class Here(Oracle):
-        texts = {}
+        texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}
 
     monkeypatch.setattr(generate_module, "NgramDrafter", Here)
     return Here
@@ -364,5 +364,5 @@ def test_times_are_per_token_and_the_record_has_the_counts(engine: pyengine.Engi
 
 @pytest.mark.parametrize("value", ["ngrams", "", True, 1, ["ngram"], "draft"])
 def test_other_values_are_refused(engine: pyengine.Engine, value: Any) -> None:
-    with pytest.raises(errors.RequestError, match="speculate .*expected None or one of ngram"):
+    with pytest.raises(errors.RequestError, match=r"speculate .*expected None or one of ngram"):
         engine.stream(PROMPT, speculate=value)
