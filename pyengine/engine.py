@@ -452,11 +452,11 @@ def load(
     quant: "none" (as stored), "f32", "bf16", "int8" (group 64) or "int4". group_size: 32, 64 or 128 for int4.
     int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16", "f32" (the default with quant="f32") or "int8" (half of
     bf16). threads: None = PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA,
-    else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight int4's errors with E[x^2] of a short
-    text. strict: unknown config keys and weights that are all zero are errors. cache: read packed weights that an
-    earlier load left on disk, and leave them where this one took over 2 s; cache_limit: bytes that such files may take
-    in all. progress: called with (done, total, what). log: called with a line about the cache's files; default: to
-    stderr.
+    else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight the errors of int8 and int4 with
+    E[x^2] of a short text. strict: unknown config keys and weights that are all zero are errors. cache: read packed
+    weights that an earlier load left on disk, and leave them where this one took over 2 s; cache_limit: bytes that
+    such files may take in all. progress: called with (done, total, what). log: called with a line about the cache's
+    files; default: to stderr.
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
     if threads is None and os.environ.get("PYENGINE_THREADS"):

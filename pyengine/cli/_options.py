@@ -51,7 +51,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--group-size", type=int, metavar="N", help="weights per scale, for int8 and int4")
     group.add_argument("--int4-scheme", choices=INT4_SCHEMES, help="int4 with a minimum per group, or symmetric")
     group.add_argument(
-        "--no-calibration", action="store_true", help="int4: search scales without E[x^2] of a short text"
+        "--no-calibration", action="store_true", help="int8, int4: search scales without E[x^2] of a short text"
     )
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="KV cache (default bf16; f32 under --quant f32)")
     group.add_argument("-t", "--threads", type=int, metavar="N", help="worker threads; also PYENGINE_THREADS")
@@ -128,7 +128,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     for given, option, quants in (
         (args.group_size is not None, "--group-size", ("int8", "int4")),
         (args.int4_scheme is not None, "--int4-scheme", ("int4",)),
-        (args.no_calibration, "--no-calibration", ("int4",)),  # only int4's scales are searched
+        (args.no_calibration, "--no-calibration", ("int8", "int4")),
     ):
         if given and args.quant not in quants:
             raise RequestError(f"{option} with --quant {args.quant}; expected --quant {' or '.join(quants)}")

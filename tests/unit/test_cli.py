@@ -38,7 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeEngine:
         ["generate", "--raw", "-p", "Hi", "-t", "0"],
         ["generate", "--raw", "-p", "Hi", "--quant", "bf16", "--group-size", "64"],
         ["generate", "--raw", "-p", "Hi", "--quant", "none", "--no-calibration"],
-        ["generate", "--raw", "-p", "Hi", "--quant", "int8", "--no-calibration"],
+        ["generate", "--raw", "-p", "Hi", "--quant", "bf16", "--no-calibration"],
         ["generate", "--raw", "-p", "Hi", "--quant", "int8", "--int4-scheme", "symmetric"],
         ["generate", "--raw", "-p", "Hi", "--no-cache", "--cache-limit", "3"],
         ["generate", "--raw", "-p", "Hi", "--cache-limit", "-1"],
