@@ -17,6 +17,7 @@ constexpr int kGemvTokens = 8;         // up to here the GEMV kernels run
 constexpr int kTileTokens =
     12;                       // rows a GEMM tile may read past the last token: every activation buffer has that slack
 constexpr int kKvBlock = 32;  // tokens in a KV block
+constexpr int kUnpacked = 2;  // panels that linear unpacks at once, at most
 constexpr int kPartition = 256;     // keys in an attention partition
 constexpr int kProbeRead = 512;     // bytes that probe_read takes at a time
 constexpr int kProbeSteps = 96;     // dot4 or fma in a round of probe_int8 and probe_f32, 64 or 16 multiply-adds each
@@ -61,7 +62,7 @@ struct LinearArgs {
   float* out;         // out[t * out_stride + 16 * (panel - panel_begin) + r]; 16 columns of every panel are written
   int64_t out_stride;
   int32_t accumulate;  // 1: out += result
-  uint8_t* scratch;    // linear_scratch bytes, for the unpacked panel
+  uint8_t* scratch;    // kUnpacked * kPanel * padded_cols bytes, for unpacked panels
 };
 
 struct AttentionArgs {

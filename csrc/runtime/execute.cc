@@ -290,8 +290,7 @@ void Program::gated_ffn(const Op& op, int thread) {
   const Buffer &h = *op.scratch, &in = source(op, thread);
   const int64_t units = (h.width + kActGroup - 1) / kActGroup, tokens = batch_->tokens;
   constexpr int64_t kColumns = 2 * kActGroup;  // gate and up of a unit
-  float* sums = reinterpret_cast<float*>(thread_scratch(thread) +
-                                         align_up(static_cast<size_t>(op.weight->padded_cols) * kPanel, kAlign));
+  float* sums = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(op.weight->padded_cols));
   const auto gate_up = [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
       const int64_t first = u * kColumns / kPanel, last = std::min(first + kColumns / kPanel, op.weight->panels);
@@ -338,8 +337,7 @@ void Program::lm_head(const Op& op, int thread) {
       for (int64_t r = 0; r < rows; ++r) check(out + r * logits_stride_, (inside - begin) * kPanel, r);
     }
     if (end > whole) {  // the last panel is wider than what is left of a row
-      float* last = reinterpret_cast<float*>(thread_scratch(thread) +
-                                             align_up(static_cast<size_t>(w.padded_cols) * kPanel, kAlign));
+      float* last = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(w.padded_cols));
       linear_range(w, *in, op.bias, whole, whole + 1, last, kPanel, false, rows, thread);
       const int64_t n = w.rows - whole * kPanel;
       for (int64_t r = 0; r < rows; ++r) {

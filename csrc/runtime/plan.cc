@@ -144,7 +144,7 @@ void Program::plan_small_batches() {
   }
 }
 
-// Scratch of one thread. Three users at different times: an unpacked panel behind a chunk of results (linear, FFN,
+// Scratch of one thread. Three users at different times: unpacked panels before a chunk of results (linear, FFN,
 // lm_head), a normed row, attention; and sampling's copy of a row.
 void Program::plan_scratch() {
   size_t bytes = 0, columns = 0, digit_bytes = 0;
@@ -168,7 +168,7 @@ void Program::plan_scratch() {
     if (op.kv->desc().dtype == PE_KV_INT8) digit_bytes = std::max(digit_bytes, q_digit_bytes(op.d.head_dim));
   }
   const size_t results = static_cast<size_t>(max_tokens_ + kTileTokens) * 8 * kPanel * 4;
-  bytes = align_up(columns * kPanel, kAlign) + results;
+  bytes = unpack_bytes(static_cast<int64_t>(columns)) + results;
   bytes = std::max(bytes, columns * 4 + kAlign);
   if (has_sample_) bytes = std::max(bytes, static_cast<size_t>(vocab_) * 8 + kAlign);
   const size_t rows = static_cast<size_t>(max_rows_);

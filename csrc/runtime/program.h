@@ -169,6 +169,11 @@ class Program {
 uint64_t now_ns();
 void shape(Buffer& b, int64_t rows);  // plan.cc
 
+// What `linear` takes of a thread's scratch.
+constexpr size_t unpack_bytes(int64_t padded_cols) {
+  return align_up(static_cast<size_t>(padded_cols) * kUnpacked * kPanel, kAlign);
+}
+
 // A row of attention's q as digits for an int8 cache (attention_int8-inl.h): two per column, then 12 bytes.
 constexpr size_t q_digit_bytes(int32_t head_dim) {
   return align_up(2 * align_up(static_cast<size_t>(head_dim), kPanel) + 12, kAlign);

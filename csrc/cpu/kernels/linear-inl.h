@@ -190,25 +190,33 @@ inline void unpack_panel(const uint8_t* data, int64_t padded_cols, uint8_t* out)
   }
 }
 
-// T tokens from token0; rows past `valid` are computed on the buffer's slack and dropped.
-template <int FORMAT, int SUB, int T>
-void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t token0, int64_t valid) {
+// T tokens from token0 by P panels, whose weights lie bytes_stride apart; rows past `valid` are computed on the
+// buffer's slack and dropped. Two panels share the loads of the activations.
+template <int FORMAT, int SUB, int T, int P>
+void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t bytes_stride, int64_t panel, int64_t token0,
+              int64_t valid) {
   const Packed& w = *a.weight;
-  const Scales<FORMAT> scales(w, panel);
+  Scales<FORMAT> scales[P];
+  PE_UNROLL for (int p = 0; p < P; ++p) scales[p] = Scales<FORMAT>(w, panel + p);
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB, stride = a.quant.q_stride;
   const int64_t groups = a.quant.groups, sums = SUB == 64 ? groups : 2 * groups;
   const Act<SUB> act(a.quant, token0);
-  F f[T];
-  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = simd::zero();
+  F f[P][T];
+  PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int j = 0; j < T; ++j) f[p][j] = simd::zero();
   const int8_t* row[T / 3 + 1];  // every third row: the two between are base + stride and base + 2 * stride
   for (int64_t s = 0; s < subs; ++s) {
     const int64_t k0 = s * SUB, columns = imin64(SUB, w.padded_cols - k0);
     PE_UNROLL for (int j = 0; j < T; j += 3) row[j / 3] = act.q + k0 + j * stride;
-    I acc[T];
-    PE_UNROLL for (int j = 0; j < T; ++j) acc[j] = start_sum<FORMAT>(act.negative_sum + j * sums + s);
+    I acc[P][T];
+    PE_UNROLL for (int j = 0; j < T; ++j) {
+      const I start = start_sum<FORMAT>(act.negative_sum + j * sums + s);
+      PE_UNROLL for (int p = 0; p < P; ++p) acc[p][j] = start;
+    }
     auto step = [&](int64_t k) __attribute__((always_inline)) {
-      const simd::B b = simd::bload(bytes + k * kPanel);
-      PE_UNROLL for (int j = 0; j < T; ++j) acc[j] = dot4<FORMAT>(acc[j], b, row[j / 3] + (j % 3) * stride + k);
+      simd::B b[P];
+      PE_UNROLL for (int p = 0; p < P; ++p) b[p] = simd::bload(bytes + p * bytes_stride + k * kPanel);
+      PE_UNROLL for (int j = 0; j < T; ++j) PE_UNROLL for (int p = 0; p < P; ++p) acc[p][j] =
+          dot4<FORMAT>(acc[p][j], b[p], row[j / 3] + (j % 3) * stride + k);
     };
     if (columns == SUB) {
       PE_UNROLL for (int i = 0; i < SUB / 4; ++i) step(4 * i);
@@ -217,12 +225,14 @@ void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64_t 
     }
     bytes += columns * kPanel;
     const int64_t g = ratio == 1 ? s : s / ratio;
-    const F scale = scales.scale(g), minimum = scales.minimum(g);
-    PE_UNROLL for (int j = 0; j < T; ++j) f[j] =
-        add_block<FORMAT, SUB>(f[j], acc[j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
+    PE_UNROLL for (int p = 0; p < P; ++p) {
+      const F scale = scales[p].scale(g), minimum = scales[p].minimum(g);
+      PE_UNROLL for (int j = 0; j < T; ++j) f[p][j] = add_block<FORMAT, SUB>(
+          f[p][j], acc[p][j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
+    }
   }
-  PE_UNROLL for (int j = 0; j < T; ++j) if (j < valid)
-      write_out(a, token0 + j, panel, add_outliers<FORMAT>(f[j], a, scales, panel, token0 + j));
+  PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int j = 0; j < T; ++j) if (j < valid)
+      write_out(a, token0 + j, panel + p, add_outliers<FORMAT>(f[p][j], a, scales[p], panel + p, token0 + j));
 }
 
 template <int FORMAT>
@@ -293,9 +303,41 @@ template <int FORMAT, int SUB>
 int64_t tile_panel(const LinearArgs& a, const uint8_t* bytes, int64_t panel);
 #endif
 
+// All tokens by P panels, which are unpacked once.
+template <int FORMAT, int SUB, int P>
+void gemm_int(const LinearArgs& a, int64_t panel) {
+  constexpr int T = P == 1 ? simd::kTile : simd::kPairTile;
+  const Packed& w = *a.weight;
+  const uint8_t* bytes = w.data + panel * w.panel_bytes + w.data_offset;
+  int64_t stride = static_cast<int64_t>(w.panel_bytes), t = 0;
+  if (FORMAT != PE_INT8) {
+    stride = w.padded_cols * kPanel;
+    for (int p = 0; p < P; ++p) unpack_panel(bytes + p * w.panel_bytes, w.padded_cols, a.scratch + p * stride);
+    bytes = a.scratch;
+  }
+#ifdef PE_TILES
+  t = tile_panel<FORMAT, SUB>(a, bytes, panel);
+#endif
+  for (; t < a.tokens; t += T) tile_int<FORMAT, SUB, T, P>(a, bytes, stride, panel, t, a.tokens - t);
+}
+
+template <int FORMAT>
+void gemm_float(const LinearArgs& a, int64_t panel) {
+  constexpr int T = simd::kTile, kSmall = 4;
+  for (int64_t t = 0; t < a.tokens;) {
+    const int64_t left = a.tokens - t;
+    if (T > kSmall && left <= kSmall) {
+      block_float<FORMAT, kSmall, 1>(a, panel, t, left);
+      t += kSmall;
+    } else {
+      block_float<FORMAT, T, 1>(a, panel, t, left);
+      t += T;
+    }
+  }
+}
+
 template <int FORMAT, int SUB>
 void linear_format(const LinearArgs& a) {
-  constexpr bool kFloat = FORMAT == PE_F32 || FORMAT == PE_BF16;
   switch (a.tokens) {
     case 1: return gemv_panels<FORMAT, SUB, 1>(a);
     case 2: return gemv_panels<FORMAT, SUB, 2>(a);
@@ -307,33 +349,17 @@ void linear_format(const LinearArgs& a) {
     case 8: return gemv_panels<FORMAT, SUB, 8>(a);
     default: break;
   }
-  constexpr int T = simd::kTile, kSmall = 4;
-  for (int64_t panel = a.panel_begin; panel < a.panel_end; ++panel) {
-    const uint8_t* bytes = a.weight->data + panel * a.weight->panel_bytes + a.weight->data_offset;
-    if (!kFloat && FORMAT != PE_INT8) {
-      unpack_panel(bytes, a.weight->padded_cols, a.scratch);
-      bytes = a.scratch;
-    }
-    int64_t t = 0;
+  int64_t p = a.panel_begin;
+  if constexpr (FORMAT == PE_F32 || FORMAT == PE_BF16) {
+    for (; p < a.panel_end; ++p) gemm_float<FORMAT>(a, p);
+  } else {
 #ifdef PE_TILES
-    if constexpr (!kFloat) t = tile_panel<FORMAT, SUB>(a, bytes, panel);
+    constexpr int P = 1;
+#else
+    constexpr int P = simd::kTilePanels;
 #endif
-    while (t < a.tokens) {
-      const int64_t left = a.tokens - t;
-      if (T > kSmall && left <= kSmall) {
-        if constexpr (kFloat)
-          block_float<FORMAT, kSmall, 1>(a, panel, t, left);
-        else
-          tile_int<FORMAT, SUB, kSmall>(a, bytes, panel, t, left);
-        t += kSmall;
-      } else {
-        if constexpr (kFloat)
-          block_float<FORMAT, T, 1>(a, panel, t, left);
-        else
-          tile_int<FORMAT, SUB, T>(a, bytes, panel, t, left);
-        t += T;
-      }
-    }
+    for (; p + P <= a.panel_end; p += P) gemm_int<FORMAT, SUB, P>(a, p);
+    for (; p < a.panel_end; ++p) gemm_int<FORMAT, SUB, 1>(a, p);
   }
 }
 

@@ -18,6 +18,7 @@ struct I {
 using B = I;
 
 constexpr int kTile = 4;
+constexpr int kTilePanels = 1, kPairTile = 4;
 constexpr int kFloatPanels = 2;
 constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;

@@ -12,7 +12,9 @@ using F = __m512;   // 16 float
 using I = __m512i;  // 16 int32
 using B = __m512i;  // 64 bytes: lane r holds bytes 4 r .. 4 r + 3
 
-constexpr int kTile = 12;        // tokens in a GEMM tile
+constexpr int kTile = 12;        // tokens in a GEMM tile of one panel
+constexpr int kTilePanels = 2;   // panels in a GEMM tile of integers
+constexpr int kPairTile = 5;     // tokens in such a tile of two panels
 constexpr int kFloatPanels = 4;  // the same for float weights, whose chains are longer
 constexpr int kScoreRows = 6;    // query rows that share a load of K
 constexpr int kValueRows = 6;    // query rows and 16-column groups that share a load of V

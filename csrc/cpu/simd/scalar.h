@@ -19,6 +19,7 @@ struct B {
 };
 
 constexpr int kTile = 4;
+constexpr int kTilePanels = 1, kPairTile = 4;
 constexpr int kFloatPanels = 2;
 constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
