@@ -106,6 +106,7 @@ class GenerationStream:
         self.limit = room if params.max_tokens < 0 else min(params.max_tokens, room)
         self._check_memory(len(ids) + (0 if params.max_tokens < 0 else self.limit))
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        self.greedy = params.temperature == 0 and params.repetition_penalty == 1
         self.eos = frozenset() if params.ignore_eos else frozenset(self._eos_ids())
         self.result: GenerationResult | None = None
         self.tokens: list[int] = []
@@ -221,7 +222,9 @@ class GenerationStream:
         """
         last = len(ids) + len(drafts)
         rows = np.arange(len(ids) - 1, last, dtype=np.int32) if last > 1 else ONE_ROW
-        sampling = [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)]
+        sampling = (
+            [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)] if drafts else [self._sampling()]
+        )
         try:
             with self.engine._running(timed):
                 out = self.engine.forward(
@@ -241,11 +244,11 @@ class GenerationStream:
         self.drafts_accepted += right
         return list(zip(tokens, logprobs, strict=True))[: right + 1]
 
-    def _sampling(self, drafts: Sequence[int]) -> dict[str, Any] | None:
+    def _sampling(self, drafts: Sequence[int] = ()) -> dict[str, Any] | None:
         """The sampling values of the row after `drafts`."""
-        p = self.params
-        if p.temperature == 0 and p.repetition_penalty == 1:
+        if self.greedy:
             return None
+        p = self.params
         values: dict[str, Any] = {
             "temperature": p.temperature,
             "top_k": p.top_k,

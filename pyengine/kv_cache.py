@@ -71,6 +71,7 @@ class Sequence:
     def __init__(self, pool: KvPool) -> None:
         self.pool = pool
         self.length = 0
+        self._owned_to = 0  # positions from `length` up to here have their blocks
         self.owned: list[dict[int, int]] = [{} for _ in pool.ids]  # block index -> block
         self.tables: list[Int32] = [np.zeros(16, np.int32) for _ in pool.ids]
         self._rows = [table.reshape(1, -1) for table in self.tables]
@@ -79,6 +80,8 @@ class Sequence:
 
     def reserve(self, tokens: int) -> None:
         """Own the blocks of positions length .. length + tokens - 1."""
+        if self.length + tokens <= self._owned_to:
+            return
         last = (self.length + tokens - 1) // KV_BLOCK
         for group, table in enumerate(self.tables):
             if last >= len(table):
@@ -87,6 +90,7 @@ class Sequence:
             for index in range(self.length // KV_BLOCK, last + 1):
                 if index not in self.owned[group]:
                     table[index] = self.owned[group][index] = self.pool.take(group)
+        self._owned_to = (last + 1) * KV_BLOCK
 
     def step(self, ids: collections.abc.Sequence[int]) -> tuple[Int32, Int32, Int32, list[Int32]]:
         """A batch of this sequence's next tokens alone, reserved before: query_start [2], token_ids and positions [T],
@@ -121,10 +125,11 @@ class Sequence:
             for index in [i for i in owned if i >= keep]:
                 self.pool.give_back(group, owned.pop(index))
         self.length = length
+        self._owned_to = min(self._owned_to, keep * KV_BLOCK)
 
     def close(self) -> None:
         for group, owned in enumerate(self.owned):
             for block in owned.values():
                 self.pool.give_back(group, block)
             owned.clear()
-        self.length = 0
+        self.length = self._owned_to = 0
