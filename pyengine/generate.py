@@ -223,7 +223,7 @@ class GenerationStream:
         last = len(ids) + len(drafts)
         rows = np.arange(len(ids) - 1, last, dtype=np.int32) if last > 1 else ONE_ROW
         sampling = (
-            [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)] if drafts else [self._sampling()]
+            [self._sampling(drafts[:count]) for count in range(len(drafts) + 1)] if drafts else [self._sampling(())]
         )
         try:
             with self.engine._running(timed):
@@ -244,7 +244,7 @@ class GenerationStream:
         self.drafts_accepted += right
         return list(zip(tokens, logprobs, strict=True))[: right + 1]
 
-    def _sampling(self, drafts: Sequence[int] = ()) -> dict[str, Any] | None:
+    def _sampling(self, drafts: Sequence[int]) -> dict[str, Any] | None:
         """The sampling values of the row after `drafts`."""
         if self.greedy:
             return None
