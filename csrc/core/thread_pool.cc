@@ -52,7 +52,9 @@ void Gate::relax() {
 
 void Gate::sleep(uint32_t seen) const { value_.wait(seen, std::memory_order_acquire); }
 
-Team::Team(int threads) {
+Team::Team(int threads)
+    : start_(threads > static_cast<int>(std::thread::hardware_concurrency())),
+      barrier_(threads > static_cast<int>(std::thread::hardware_concurrency())) {
   try {
     for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
   } catch (const std::system_error& e) {
