@@ -52,9 +52,9 @@ void Gate::relax() {
 
 void Gate::sleep(uint32_t seen) const { value_.wait(seen, std::memory_order_acquire); }
 
-Team::Team(int threads)
-    : start_(threads > static_cast<int>(std::thread::hardware_concurrency())),
-      barrier_(threads > static_cast<int>(std::thread::hardware_concurrency())) {
+Team::Team(int threads) : Team(threads, threads > static_cast<int>(std::thread::hardware_concurrency())) {}
+
+Team::Team(int threads, bool crowded) : start_(crowded), barrier_(crowded) {
   try {
     for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
   } catch (const std::system_error& e) {

@@ -81,6 +81,7 @@ class Team {
   }
 
  private:
+  Team(int threads, bool crowded);
   void work(int thread);
 
   std::vector<std::thread> workers_;

@@ -99,7 +99,6 @@ struct PackArgs {
 
 struct KernelTable {
   const char* name;
-  int32_t tile_tokens;
   // y = rms_norm(x) * w over n columns; x and y may be the same
   void (*rms_norm)(const float* x, const float* w, float* y, int64_t n, float eps);
   // one row: columns [begin, end) of x into the groups of `out` at row; begin is a multiple of 64

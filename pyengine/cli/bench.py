@@ -27,6 +27,8 @@ OF_MODELS = {
     "group_size": "--group-size",
     "int4_scheme": "--int4-scheme",
     "no_calibration": "--no-calibration",
+    "no_cache": "--no-cache",
+    "cache_limit": "--cache-limit",
 }
 OF_KERNELS = {"ops": "--ops", "weights": "--weights", "batch": "--batch"}
 
@@ -221,9 +223,13 @@ def run_kernels(args: argparse.Namespace) -> int:
     weights = list(kernel_bench.DEFAULT_WEIGHTS) if args.weights is None else args.weights
     shapes: tuple[kernel_bench.Shape, ...] = kernel_bench.SHAPES
     list(kernel_bench.jobs(shapes, ops, weights, args.batch, args.depths))  # refused before a model is looked for
+    if args.kv_dtype is not None and "attention" not in ops:
+        raise RequestError("--kv-dtype without attention among --ops; expected it there")
     if args.model is not None or args.model_positional is not None:
         folder = _options.model_folder(args)
         shapes = (kernel_bench.Shape.of(folder.name, load_model_spec(folder, strict=args.strict)),)
+    elif args.strict or args.offline:
+        raise RequestError(f"{'--strict' if args.strict else '--offline'} with --kernels; expected a MODEL to read")
     wanted = list(kernel_bench.jobs(shapes, ops, weights, args.batch, args.depths))
     if not wanted:
         raise RequestError("no kernel is left with these --ops, --weights and --batch; expected at least one")
@@ -234,7 +240,7 @@ def run_kernels(args: argparse.Namespace) -> int:
             isas=isas,
             threads=threads,
             repetitions=args.repetitions,
-            kv_bf16=args.kv_dtype != "f32",
+            kv_dtype=args.kv_dtype or "bf16",
             progress=progress,
             note=None if args.quiet else _output.warning,
         )

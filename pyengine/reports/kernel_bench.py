@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import kernels
-from pyengine._core import KV_BLOCK, Activation, Format, OpKind, Program, Stage
+from pyengine._core import KV_BLOCK, Activation, Format, KvDtype, OpKind, Program, Stage
 from pyengine.engine import available_memory
 from pyengine.errors import RequestError, ResourceError
 from pyengine.fuse import fuse
@@ -38,6 +38,7 @@ DEFAULT_WEIGHTS = tuple(name for name in WEIGHTS if name != "f32")
 HEAD_WEIGHTS = ("f32", "bf16", "int8")  # under int4 the head is int8
 HEAD_ROWS = 8  # rows of logits in a run, at most
 RUN_BYTES = 64 << 20
+KV_BYTES = {"f32": 4, "bf16": 2, "int8": 1}  # of a number in the KV cache, its scale left out
 SMALL_COPIES = 64  # of an op without weights
 BLOCK_ROWS = 1024  # random rows that a matrix repeats
 RESIDUAL = (OpKind.ADD, OpKind.LINEAR_RESIDUAL, OpKind.GATED_FFN_RESIDUAL)  # ops that read their output, too
@@ -280,12 +281,12 @@ def lay_lm_head(bed: Bed, job: Job, fmt: PackedFormat) -> int:
     return 1
 
 
-def lay_attention(bed: Bed, job: Job, kv_bf16: bool) -> int:
+def lay_attention(bed: Bed, job: Job, kv_dtype: str) -> int:
     """The last m of k positions, over a KV group of as many layers as a run needs."""
     s, b = job.shape, bed.b
-    layer_bytes = 2 * s.kv_heads * padded(s.head_dim) * job.k * (2 if kv_bf16 else 4)
+    layer_bytes = 2 * s.kv_heads * padded(s.head_dim) * job.k * KV_BYTES[kv_dtype]
     layers = copies_of(job, layer_bytes)
-    group = b.backend.kv_create(layers, s.kv_heads, s.head_dim, s.head_dim, kv_bf16)
+    group = b.backend.kv_create(layers, s.kv_heads, s.head_dim, s.head_dim, int(KvDtype.__members__[kv_dtype.upper()]))
     blocks = -(-job.k // KV_BLOCK)
     b.backend.kv_reserve(group, blocks)
     bed.table = np.arange(blocks, dtype=np.int32).reshape(1, blocks)
@@ -319,10 +320,10 @@ def lay_rows(bed: Bed, job: Job) -> int:
     return SMALL_COPIES
 
 
-def lay(bed: Bed, job: Job, kv_bf16: bool) -> int:
+def lay(bed: Bed, job: Job, kv_dtype: str) -> int:
     """Put the job's op into `bed`; how many times it stands there."""
     if job.op == "attention":
-        return lay_attention(bed, job, kv_bf16)
+        return lay_attention(bed, job, kv_dtype)
     if job.weights is None:
         return lay_rows(bed, job)
     layers = {"linear": lay_linear, "lm_head": lay_lm_head, "ffn": lay_ffn, "ffn_unfused": lay_ffn}
@@ -352,12 +353,12 @@ def conclude(row: Row, job: Job, seconds: float, limits: Limits) -> Row:
     return replace(row, gops=gops, fraction=fractions[bound], bound=bound)
 
 
-def check_memory(job: Job, kv_bf16: bool) -> None:
+def check_memory(job: Job, kv_dtype: str) -> None:
     """ResourceError before a matrix that does not fit is made."""
     weights = 3 * job.n * job.k if job.op.startswith("ffn") else job.n * job.k
     wanted = weights * bits(WEIGHTS[job.weights]) / 8 if job.weights is not None else 0.0
     if job.op == "attention":
-        wanted = 2 * job.shape.kv_heads * padded(job.shape.head_dim) * job.k * (2 if kv_bf16 else 4)
+        wanted = 2 * job.shape.kv_heads * padded(job.shape.head_dim) * job.k * KV_BYTES[kv_dtype]
     available = available_memory()
     if available is not None and 2 * wanted + RUN_BYTES > available:
         raise ResourceError(
@@ -371,7 +372,7 @@ def run(
     isas: list[str],
     threads: int,
     repetitions: int,
-    kv_bf16: bool = True,
+    kv_dtype: str = "bf16",
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> tuple[list[Row], dict[str, Gauge]]:
@@ -390,7 +391,7 @@ def run(
                 progress(done, total, f"{some[0].op} {some[0].weights or ''} {isa}")
             done += len(some)
             able = [job for job in some if not too_long(job, gauge.limits)]
-            made = time_jobs(able, isa, threads, repetitions, kv_bf16) if able else {}
+            made = time_jobs(able, isa, threads, repetitions, kv_dtype) if able else {}
             for job in some:
                 if job not in made and note is not None:
                     what = f"{job.op} {job.weights or ''} m {job.m} on {isa}"
@@ -430,12 +431,12 @@ def too_long(job: Job, limits: Limits) -> bool:
 
 
 def time_jobs(
-    group: list[Job], isa: str, threads: int, repetitions: int, kv_bf16: bool
+    group: list[Job], isa: str, threads: int, repetitions: int, kv_dtype: str
 ) -> dict[Job, tuple[Row, float]]:
     """For jobs that differ in m alone: the row without what follows from its time, and the median seconds of one op."""
-    check_memory(group[0], kv_bf16)
+    check_memory(group[0], kv_dtype)
     bed = Bed(threads, isa, max(job.m for job in group))
-    count = lay(bed, min(group, key=lambda job: job.m), kv_bf16)
+    count = lay(bed, min(group, key=lambda job: job.m), kv_dtype)
     made: dict[Job, tuple[Row, float]] = {}
     for job in group:
         used = 1 if job.m > HEAD_ROWS and job.op not in ("rms_norm", "quantize") else count

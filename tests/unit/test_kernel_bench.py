@@ -144,14 +144,16 @@ def test_attention_reads_its_context_and_decode_past_a_partition_has_one_barrier
     token = 2 * 2 * 16 * 2  # K and V of two heads of 16 in bfloat16
     assert [row.weight_bytes for row in made] == [40 * token, 300 * token]
     assert [row.barriers for row in made] == [1, 2]
-    (wide,), _ = kb.run(wanted(["attention"], [], [1], [40]), isas=[BEST], threads=2, repetitions=1, kv_bf16=False)
+    (wide,), _ = kb.run(wanted(["attention"], [], [1], [40]), isas=[BEST], threads=2, repetitions=1, kv_dtype="f32")
     assert wide.weight_bytes == 40 * 2 * token
+    (narrow,), _ = kb.run(wanted(["attention"], [], [1], [40]), isas=[BEST], threads=2, repetitions=1, kv_dtype="int8")
+    assert narrow.weight_bytes == 40 * (token // 2 + 2 * 2 * 4)  # and a float32 scale for each
 
 
 def test_a_run_reads_enough_copies() -> None:
     (job,) = wanted(["ffn"], ["int8"], [1], [1])
     bed = kb.Bed(1, BEST, 1)
-    count = kb.lay(bed, job, True)
+    count = kb.lay(bed, job, "bf16")
     assert count * bed.weight_bytes >= kb.RUN_BYTES
     assert len({op["weight"] for op in bed.measured}) == len(bed.measured) == count > 1
     raw = [bed.b.backend.tensor_bytes(op["weight2"]) for op in bed.measured]
@@ -165,8 +167,8 @@ def test_weights_are_packed_once_for_every_number_of_tokens(monkeypatch: pytest.
     laid: list[tuple[int, int]] = []
     lay = kb.lay
 
-    def note(bed: kb.Bed, job: kb.Job, kv_bf16: bool) -> int:
-        laid.append((bed.tokens, lay(bed, job, kv_bf16)))
+    def note(bed: kb.Bed, job: kb.Job, kv_dtype: str) -> int:
+        laid.append((bed.tokens, lay(bed, job, kv_dtype)))
         return laid[-1][1]
 
     monkeypatch.setattr(kb, "lay", note)
@@ -261,6 +263,10 @@ def test_kernels_json_and_table(tmp_path: Path, capsys: Any) -> None:
         (["--kernels", "-p", "5"], "-p with --kernels"),
         (["--kernels", "--quant", "int8"], "--quant with --kernels"),
         (["--kernels", "--no-calibration"], "--no-calibration with --kernels"),
+        (["--kernels", "--no-cache"], "--no-cache with --kernels"),
+        (["--kernels", "--strict"], "--strict with --kernels"),
+        (["--kernels", "--offline"], "--offline with --kernels"),
+        (["--kernels", "--ops", "ffn", "--kv-dtype", "int8"], "--kv-dtype without attention"),
         (["--ops", "ffn"], "--ops without --kernels"),
         (["--batch", "1"], "--batch without --kernels"),
         (["--kernels", "--ops", "gemm"], "op 'gemm'"),
