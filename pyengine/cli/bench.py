@@ -12,6 +12,8 @@ from pyengine.cli import _options, _output
 from pyengine.errors import RequestError, ResourceError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pyengine.engine import Engine
     from pyengine.reports.bench import Row
     from pyengine.reports.kernel_bench import Row as KernelRow
@@ -102,6 +104,22 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.0f} %"
 
 
+def rounds(row: Row | KernelRow, of: int) -> str:
+    """Rounds that the row's fraction uses."""
+    return "" if row.rounds_used is None else f"{row.rounds_used}/{of}" + ("" if row.steady else " unsteady")
+
+
+def made_of(rows: Sequence[Row | KernelRow]) -> str:
+    """How the table's fractions are made, in lines below it."""
+    lines = [
+        "A fraction is the median over the rounds of the rate over the mean of the limits measured right before and",
+        "right after the run; rounds in which those two differ by more than 10 % are left out (column rounds).",
+    ]
+    if any(row.steady is False for row in rows):
+        lines.append("unsteady: no round was left, and all are used.")
+    return "\n".join(lines)
+
+
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A markdown table, the first column to the left."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
@@ -125,12 +143,12 @@ def machine_lines(machine: dict[str, Any]) -> str:
     )
 
 
-def model_table(rows: list[Row]) -> str:
-    head = ["test", "tok/s", "stdev", "p10", "p90", "GB/s", "of read", "Gop/s", "of int8", "of f32"]
+def model_table(rows: list[Row], repetitions: int) -> str:
+    head = ["test", "tok/s", "stdev", "p10", "p90", "GB/s", "of read", "Gop/s", "of int8", "of f32", "rounds"]
     body = []
     for row in rows:
         rates = [number(x) for x in (row.tokens_per_second, row.stdev, row.p10, row.p90, row.gb_per_s)]
-        compute = [number(row.gops, 0), percent(row.int8_fraction), percent(row.f32_fraction)]
+        compute = [number(row.gops, 0), percent(row.int8_fraction), percent(row.f32_fraction), rounds(row, repetitions)]
         body.append([row.test, *rates, percent(row.bandwidth_fraction), *compute])
     return table(head, body)
 
@@ -168,8 +186,7 @@ def run_model(args: argparse.Namespace) -> int:
     tests = bench.plan(args.prompts, args.steps, args.depths)
     _options.engine_arguments(args)
     with _options.open_engine(args, _options.model_folder(args)) as engine:
-        backend = engine.backend
-        gauge = machine.Gauge(lambda: machine.measure(backend))
+        gauge = machine.Gauge.of(engine.backend)
         progress = _output.Progress(quiet=args.quiet)
         with contextlib.closing(bench.ModelRunner(engine)) as runner, contextlib.closing(progress):
             runner.check(tests)
@@ -185,7 +202,7 @@ def run_model(args: argparse.Namespace) -> int:
         print(
             f"model: {model['model']}, {quant}, {model['bits_per_weight']:.2f} bits per weight, {model['kv_dtype']} KV"
         )
-        print(f"\n{model_table(rows)}")
+        print(f"\n{model_table(rows, args.repetitions)}\n\n{made_of(rows)}")
     return 0
 
 
@@ -199,38 +216,40 @@ def chosen_isas(name: str | None) -> list[str]:
     return [_core.Backend(1, name or "").isa]  # which refuses a name it lacks
 
 
-def kernel_table(rows: list[KernelRow]) -> str:
-    head = ["op", "model", "isa", "weights", "m", "n", "k", "us", "GB/s", "Gop/s", "of limit", "bound", "barriers"]
-    head += ["MB weights", "kB activations"]
+def kernel_table(rows: list[KernelRow], repetitions: int) -> str:
+    head = ["op", "model", "isa", "weights", "m", "n", "k", "us", "of ffn", "GB/s", "Gop/s", "of limit", "bound"]
+    head += ["rounds", "barriers", "MB weights", "kB activations"]
     body = []
     for row in rows:
-        sizes = [row.weights or "", str(row.m), str(row.n), str(row.k), number(row.microseconds)]
+        sizes = [row.weights or "", str(row.m), str(row.n), str(row.k)]
+        times = [number(row.microseconds), number(row.ratio_to_ffn, 2)]
         rates = [number(row.gb_per_s), number(row.gops, 0), percent(row.fraction), row.bound or ""]
         moved = [number(row.weight_bytes / 1e6, 2), number(row.activation_bytes / 1e3)]
-        body.append([row.op, row.model, row.isa, *sizes, *rates, number(row.barriers, 0), *moved])
+        used = [rounds(row, repetitions), number(row.barriers, 0)]
+        body.append([row.op, row.model, row.isa, *sizes, *times, *rates, *used, *moved])
     return table(head, body)
 
 
 def run_kernels(args: argparse.Namespace) -> int:
     from pyengine import _core
     from pyengine.config import load_model_spec
-    from pyengine.reports import kernel_bench
+    from pyengine.reports import kernel_bench, kernel_ops
 
     _options.device(args)
     threads = _options.threads(args) or _core.default_threads()
     isas = chosen_isas(args.isa or os.environ.get("PYENGINE_ISA") or None)
-    ops = list(kernel_bench.OPS) if args.ops is None else args.ops
-    weights = list(kernel_bench.DEFAULT_WEIGHTS) if args.weights is None else args.weights
-    shapes: tuple[kernel_bench.Shape, ...] = kernel_bench.SHAPES
-    list(kernel_bench.jobs(shapes, ops, weights, args.batch, args.depths))  # refused before a model is looked for
+    ops = list(kernel_ops.OPS) if args.ops is None else args.ops
+    weights = list(kernel_ops.DEFAULT_WEIGHTS) if args.weights is None else args.weights
+    shapes: tuple[kernel_ops.Shape, ...] = kernel_ops.SHAPES
+    list(kernel_ops.jobs(shapes, ops, weights, args.batch, args.depths))  # refused before a model is looked for
     if args.kv_dtype is not None and "attention" not in ops:
         raise RequestError("--kv-dtype without attention among --ops; expected it there")
     if args.model is not None or args.model_positional is not None:
         folder = _options.model_folder(args)
-        shapes = (kernel_bench.Shape.of(folder.name, load_model_spec(folder, strict=args.strict)),)
+        shapes = (kernel_ops.Shape.of(folder.name, load_model_spec(folder, strict=args.strict)),)
     elif args.strict or args.offline:
         raise RequestError(f"{'--strict' if args.strict else '--offline'} with --kernels; expected a MODEL to read")
-    wanted = list(kernel_bench.jobs(shapes, ops, weights, args.batch, args.depths))
+    wanted = list(kernel_ops.jobs(shapes, ops, weights, args.batch, args.depths))
     if not wanted:
         raise RequestError("no kernel is left with these --ops, --weights and --batch; expected at least one")
     progress = _output.Progress(quiet=args.quiet)
@@ -251,7 +270,7 @@ def run_kernels(args: argparse.Namespace) -> int:
         _output.print_json({"machine": machines[0], "limits": limits, "results": [row.to_json() for row in rows]})
     else:
         print("\n".join(machine_lines(machine) for machine in machines))
-        print(f"\n{kernel_table(rows)}")
+        print(f"\n{kernel_table(rows, args.repetitions)}\n\n{made_of(rows)}")
     return 0
 
 

@@ -2,8 +2,8 @@
 
 A prompt test `pp512` runs 512 tokens from an empty context and samples once. A decode test `tg128@4096` runs 128 steps
 of one token with 4096 tokens in the KV cache before the first, put there untimed; every step samples greedily. Token
-ids are random but always the same. Tests take turns, round by round, with the limits measured before, between and after
-the rounds, so that a machine that slows down slows all of them.
+ids are random but always the same. Tests take turns, round by round, with the limits measured between any two runs: a
+fraction compares a run with the two samples around it, so a machine that slows down slows both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from pyengine._core import KV_BLOCK
 from pyengine.engine import MAX_BATCH_TOKENS, available_memory
 from pyengine.errors import RequestError, ResourceError
 from pyengine.kv_cache import Sequence
-from pyengine.reports.machine import Gauge, Limits
+from pyengine.reports.machine import Gauge, Timed, fraction, take_turns
 
 if TYPE_CHECKING:
     from pyengine.engine import Engine
@@ -55,7 +56,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of `results` in `bench --json`. Rates and fractions follow from the median; None where not meant."""
+    """A row of `results` in `bench --json`; None where not meant. Rates follow from the median of the samples.
+
+    Fractions follow from each round and the limits around it (machine.Fraction, which has rounds_used and steady too).
+    """
 
     test: str
     tokens_per_second: float
@@ -70,6 +74,8 @@ class Row:
     gops: float | None
     int8_fraction: float | None
     f32_fraction: float | None
+    rounds_used: int  # by the fraction
+    steady: bool  # whether those are rounds with equal limits before and after
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,15 +99,17 @@ def plan(prompts: list[int], steps: list[int], depths: list[int]) -> list[Test]:
     return list(dict.fromkeys(tests))
 
 
-def summarize(test: Test, seconds: list[float], work: Work, limits: Limits) -> Row:
-    """The row of a test that took so many seconds in each round."""
-    samples = [test.tokens / s for s in seconds]
+def summarize(test: Test, timed: list[Timed], work: Work) -> Row:
+    """The row of a test from its run in each round."""
+    samples = [test.tokens / run.seconds for run in timed]
     rate = statistics.median(samples)
     low, high = (float(x) for x in np.percentile(samples, (10, 90)))
-    read = None
+    limit, each = "f32_gflops", float(work.matrix_ops or 0)
     if work.weight_bytes is not None and work.kv_bytes is not None:
-        read = rate * (work.weight_bytes + work.kv_bytes) / 1e9
-    gops = None if work.matrix_ops is None else rate * work.matrix_ops / 1e9
+        limit, each = "read_gb_per_s", work.weight_bytes + work.kv_bytes
+    elif work.integer:
+        limit = "int8_gops"
+    of = fraction(limit, test.tokens * each / 1e9, timed)
     return Row(
         test=test.name,
         tokens_per_second=rate,
@@ -111,18 +119,20 @@ def summarize(test: Test, seconds: list[float], work: Work, limits: Limits) -> R
         samples=samples,
         weight_bytes_per_token=work.weight_bytes,
         kv_bytes_per_token=work.kv_bytes,
-        gb_per_s=read,
-        bandwidth_fraction=None if read is None else read / limits.read_gb_per_s,
-        gops=gops,
-        int8_fraction=None if gops is None or not work.integer else gops / limits.int8_gops,
-        f32_fraction=None if gops is None or work.integer else gops / limits.f32_gflops,
+        gb_per_s=rate * each / 1e9 if limit == "read_gb_per_s" else None,
+        bandwidth_fraction=of.value if limit == "read_gb_per_s" else None,
+        gops=None if limit == "read_gb_per_s" else rate * each / 1e9,
+        int8_fraction=of.value if limit == "int8_gops" else None,
+        f32_fraction=of.value if limit == "f32_gflops" else None,
+        rounds_used=of.rounds_used,
+        steady=of.steady,
     )
 
 
 def run(
     runner: Runner, gauge: Gauge, tests: list[Test], *, repetitions: int, progress: Progress | None = None
 ) -> list[Row]:
-    """Every test `repetitions` times, in turn, and its row. The limits are those of all of `gauge`'s samples."""
+    """Every test `repetitions` times, in turn, and its row."""
     done, total = 0, len(tests) * (repetitions + 1)
 
     def report(what: str) -> None:
@@ -131,19 +141,17 @@ def run(
             progress(done, total, what)
         done += 1
 
+    def seconds(test: Test) -> float:
+        report(test.name)
+        return runner.seconds(test)
+
     for test in tests:
         report(f"preparing {test.name}")
         runner.prepare(test)
-    seconds: dict[Test, list[float]] = {test: [] for test in tests}
-    gauge.sample()
-    for _ in range(repetitions):
-        for test in tests:
-            report(test.name)
-            seconds[test].append(runner.seconds(test))
-        gauge.sample()
+    timed = take_turns(gauge, [partial(seconds, test) for test in tests], repetitions)
     if progress is not None:
         progress(total, total, "done")
-    return [summarize(test, seconds[test], runner.work(test), gauge.limits) for test in tests]
+    return [summarize(test, some, runner.work(test)) for test, some in zip(tests, timed, strict=True)]
 
 
 class ModelRunner:

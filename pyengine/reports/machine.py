@@ -1,8 +1,9 @@
 """Stage 6, machine: what this machine can do at most: read bandwidth, int8 and float32 rates; docs/benchmarking.md.
 
 A measurement is the best of several short passes of the core's probes with the threads and the ISA of a backend: a pass
-that another process interrupted says nothing about the machine. A report measures before and after each of its rounds
-and takes the median. The read bandwidth is kept in the cache folder, so that `generate` can show it later.
+that another process interrupted says nothing about the machine. A report measures right before and right after each run
+that it times, and compares the run with those two: virtual machines change their bandwidth within minutes. The median
+read bandwidth is kept in the cache folder, so that `generate` can show it later.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from pyengine._core import Limit
 from pyengine.errors import ResourceError
 from pyengine.paths import cache_dir
 
-READ_BYTES, READ_PASSES = 64 << 20, 16
+READ_BYTES, READ_PASSES = 64 << 20, 8
 FIRST_OPS, COMPUTE_PASSES = 1_000_000, 8
 COMPUTE_SECONDS = 1e-3  # of a pass
-QUIET = 1.25  # how far the read bandwidth's samples may lie apart on a quiet machine
+QUIET = 1.25  # how far nine in ten of the read bandwidth's samples may lie apart on a quiet machine
+STEADY = 1.1  # how far a limit may lie apart before and after a run whose fraction of it counts
 FILE = "machine.json"  # in the cache folder
 
 
@@ -49,19 +51,23 @@ class Limits:
     f32_gflops: float
 
 
-def compute_rate(backend: Prober, limit: Limit) -> float:
-    """Operations per second, best of the passes; their length is found by measuring."""
-    work, rate = FIRST_OPS, 0.0
-    for _ in range(3):
-        rate = float(backend.measure(int(limit), work, COMPUTE_PASSES).max())
-        work = max(FIRST_OPS, int(rate * COMPUTE_SECONDS))
-    return rate
+def compute_rate(backend: Prober, limit: Limit, work: dict[Limit, int]) -> float:
+    """Operations per second, best of the passes. `work` keeps how many a pass has; what it lacks is measured first."""
+    if limit not in work:
+        work[limit] = FIRST_OPS
+        for _ in range(2):
+            rate = float(backend.measure(int(limit), work[limit], COMPUTE_PASSES).max())
+            work[limit] = max(FIRST_OPS, int(rate * COMPUTE_SECONDS))
+    return float(backend.measure(int(limit), work[limit], COMPUTE_PASSES).max())
 
 
-def measure(backend: Prober) -> Limits:
-    """The three limits, once: about 0.15 s."""
+def measure(backend: Prober, work: dict[Limit, int] | None = None) -> Limits:
+    """The three limits, once: about 0.1 s, half as long again without the `work` of an earlier call."""
+    work = {} if work is None else work
     read = float(backend.measure(int(Limit.READ), READ_BYTES, READ_PASSES).max())
-    return Limits(read / 1e9, compute_rate(backend, Limit.INT8) / 1e9, compute_rate(backend, Limit.F32) / 1e9)
+    return Limits(
+        read / 1e9, compute_rate(backend, Limit.INT8, work) / 1e9, compute_rate(backend, Limit.F32, work) / 1e9
+    )
 
 
 def median(samples: list[Limits]) -> Limits:
@@ -79,18 +85,25 @@ class Gauge:
         self.samples: list[Limits] = []
         self.others: list[int] = []  # other threads that wanted to run, before each sample
 
-    def sample(self) -> None:
+    @classmethod
+    def of(cls, backend: Prober) -> Gauge:
+        work: dict[Limit, int] = {}
+        return cls(lambda: measure(backend, work))
+
+    def sample(self) -> Limits:
         self.others.append(others_running())
         self.samples.append(self.measure_once())
+        return self.samples[-1]
 
     def disturbed(self, threads: int) -> str | None:
         """What kept so many threads from having the machine to themselves; None if nothing is known."""
         reads = [sample.read_gb_per_s for sample in self.samples]
+        low, high = np.percentile(reads, (5, 95))
         others = statistics.median_low(self.others)
         if others + threads > (os.cpu_count() or 1):
             return f"{others} other threads were running beside {threads} on {os.cpu_count()} CPUs"
-        if max(reads) > QUIET * min(reads):
-            return f"read bandwidth went from {min(reads):.1f} to {max(reads):.1f} GB/s"
+        if high > QUIET * low:
+            return f"read bandwidth went from {low:.1f} to {high:.1f} GB/s"
         return None
 
     @property
@@ -112,6 +125,58 @@ class Gauge:
             "read_samples": [sample.read_gb_per_s for sample in self.samples],
             "disturbed": self.disturbed(threads),
         }
+
+
+# ---- runs beside the limits ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of a run, and the limits measured right before and right after it."""
+
+    seconds: float
+    before: Limits
+    after: Limits
+
+
+@dataclass(frozen=True)
+class Fraction:
+    """Of a limit: the median over `rounds_used` runs, those with equal limits (STEADY) around them.
+
+    Not steady: there was none, and all are used.
+    """
+
+    value: float
+    rounds_used: int
+    steady: bool
+
+
+def take_turns(gauge: Gauge, runs: list[Callable[[], float]], rounds: int) -> list[list[Timed]]:
+    """Every run once in each round, the limits measured between any two; run() gives its seconds. One list per run."""
+    timed: list[list[Timed]] = [[] for _ in runs]
+    before = gauge.sample()
+    for _ in range(rounds):
+        for run, some in zip(runs, timed, strict=True):
+            seconds = run()
+            after = gauge.sample()
+            some.append(Timed(seconds, before, after))
+            before = after
+    return timed
+
+
+def fraction(limit: str, amount: float, timed: list[Timed]) -> Fraction:
+    """Runs of `amount` (1e9 bytes or operations) beside a limit, a field of Limits: each over the mean of the two
+    samples around it."""
+    every, steady = [], []
+    for run in timed:
+        around = (getattr(run.before, limit), getattr(run.after, limit))
+        every.append(2 * amount / run.seconds / sum(around))
+        if max(around) <= STEADY * min(around):
+            steady.append(every[-1])
+    return Fraction(statistics.median(steady or every), len(steady or every), bool(steady))
+
+
+# ---- which machine ---------------------------------------------------------------------------------------------------
 
 
 def cpu_name() -> str:

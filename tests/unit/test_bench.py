@@ -21,7 +21,7 @@ from pyengine.cli.main import main
 from pyengine.errors import RequestError, ResourceError
 from pyengine.reports import bench, machine
 from pyengine.reports.bench import Test as Case
-from pyengine.reports.machine import Limits
+from pyengine.reports.machine import Fraction, Limits, Timed, fraction, take_turns
 
 MACHINE_KEYS = {"cpu", "isa", "threads", "commit", "compiler", "read_gb_per_s", "int8_gops", "f32_gflops"}
 ROW_KEYS = {
@@ -64,6 +64,20 @@ def test_a_measurement_is_the_best_pass_and_passes_are_long_enough() -> None:
     assert [work for limit, work, _ in prober.calls if limit == 1][-1] == 900e9 * machine.COMPUTE_SECONDS
 
 
+def test_a_gauge_finds_the_length_of_passes_once() -> None:
+    prober = FakeProber()
+    gauge = machine.Gauge.of(prober)
+    assert gauge.sample() == Limits(40.0, 900.0, 200.0)
+    first = len(prober.calls)
+    assert gauge.sample() == gauge.limits == Limits(40.0, 900.0, 200.0)
+    passes = machine.COMPUTE_PASSES
+    assert prober.calls[first:] == [
+        (0, machine.READ_BYTES, machine.READ_PASSES),
+        (1, 900e9 * machine.COMPUTE_SECONDS, passes),
+        (2, 200e9 * machine.COMPUTE_SECONDS, passes),
+    ]
+
+
 def test_a_gauge_takes_the_median_of_its_samples() -> None:
     values = iter([Limits(30, 900, 200), Limits(10, 100, 50), Limits(32, 800, 220)])
     gauge = machine.Gauge(lambda: next(values))
@@ -74,7 +88,7 @@ def test_a_gauge_takes_the_median_of_its_samples() -> None:
     assert record.keys() >= MACHINE_KEYS
     assert (record["isa"], record["threads"], record["read_gb_per_s"]) == ("avx2", 2, 30)
     assert record["read_samples"] == [30, 10, 32]
-    assert "from 10.0 to 32.0 GB/s" in str(record["disturbed"]) or "other threads" in str(record["disturbed"])
+    assert "from 12.0 to 31.8 GB/s" in str(record["disturbed"]) or "other threads" in str(record["disturbed"])
 
 
 def test_other_threads_beside_ours_disturb_where_there_are_too_few_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +157,52 @@ def test_the_statistics_line_shows_the_fraction_where_it_is_known() -> None:
 # ---- the arithmetic
 
 
+def runs(seconds: list[float]) -> list[Timed]:
+    limits = Limits(40.0, 900.0, 200.0)
+    return [Timed(s, limits, limits) for s in seconds]
+
+
+def of_reads(*rounds: tuple[float, float, float]) -> list[Timed]:
+    """(GB/s of a run of 12 GB, read limit before, read limit after)"""
+    return [Timed(12 / rate, Limits(before, 9, 1), Limits(after, 9, 2)) for rate, before, after in rounds]
+
+
+def test_a_fraction_follows_a_machine_that_changes() -> None:
+    of = fraction("read_gb_per_s", 12, of_reads((20, 40, 40), (35, 70, 70), (36, 74, 70), (20, 38, 42)))
+    assert of == Fraction(pytest.approx(0.5), 3, True)  # 42 is more than 1.1 * 38
+
+
+def test_rounds_in_which_the_limit_changed_are_left_out() -> None:
+    good, bad = [(20, 40, 43), (30, 40, 40)], [(40, 40, 70), (40, 70, 40)]
+    of = fraction("read_gb_per_s", 12, of_reads(*good, *bad))
+    assert of == Fraction(pytest.approx((20 / 41.5 + 30 / 40) / 2), 2, True)
+    of = fraction("read_gb_per_s", 12, of_reads(*bad))
+    assert of == Fraction(pytest.approx(40 / 55), 2, False)
+    assert fraction("int8_gops", 9, of_reads(*bad)).rounds_used == 2  # each limit by its own samples
+    assert fraction("int8_gops", 9, of_reads(*bad)).steady
+    assert not fraction("f32_gflops", 9, of_reads(*good)).steady
+
+
+def test_runs_take_turns_between_samples() -> None:
+    events: list[str] = []
+
+    def limits() -> Limits:
+        events.append("limits")
+        return Limits(float(events.count("limits")), 1.0, 1.0)
+
+    def run(name: str, seconds: float) -> float:
+        events.append(name)
+        return seconds
+
+    gauge = machine.Gauge(limits)
+    timed = take_turns(gauge, [lambda: run("a", 2.0), lambda: run("b", 3.0)], 2)
+    assert events == ["limits", *("a", "limits", "b", "limits") * 2]
+    assert [[(t.seconds, t.before.read_gb_per_s, t.after.read_gb_per_s) for t in some] for some in timed] == [
+        [(2.0, 1, 2), (2.0, 3, 4)],
+        [(3.0, 2, 3), (3.0, 4, 5)],
+    ]
+
+
 def test_tests_are_planned_in_order_and_once() -> None:
     assert [t.name for t in bench.plan([512, 16], [128], [0, 4096])] == ["pp512", "pp16", "tg128", "tg128@4096"]
     assert [t.name for t in bench.plan([0], [8, 8], [3])] == ["tg8@3"]
@@ -152,22 +212,23 @@ def test_tests_are_planned_in_order_and_once() -> None:
 
 def test_a_decode_row_is_bytes_over_bandwidth() -> None:
     work = bench.Work(weight_bytes=90_000_000, kv_bytes=10_000_000.0)
-    row = bench.summarize(Case("tg", 100, 64), [1.0, 0.4, 0.5], work, Limits(40.0, 900.0, 200.0))
+    row = bench.summarize(Case("tg", 100, 64), runs([1.0, 0.4, 0.5]), work)
     assert (row.test, row.samples, row.tokens_per_second) == ("tg100@64", [100.0, 250.0, 200.0], 200.0)
     assert row.stdev == pytest.approx(statistics.stdev([100, 250, 200]))
     assert (row.p10, row.p90) == (pytest.approx(120), pytest.approx(240))
     assert row.gb_per_s == pytest.approx(20.0)  # 200 tok/s of 0.1 GB
     assert row.bandwidth_fraction == pytest.approx(0.5)
     assert (row.gops, row.int8_fraction, row.f32_fraction) == (None, None, None)
+    assert (row.rounds_used, row.steady) == (3, True)
     assert row.to_json().keys() >= ROW_KEYS
 
 
 @pytest.mark.parametrize(("integer", "fractions"), [(True, (0.5, None)), (False, (None, 2.25))])
 def test_a_prompt_row_is_operations_over_the_rate(integer: bool, fractions: tuple[float | None, ...]) -> None:
     work = bench.Work(matrix_ops=300_000_000, integer=integer)
-    row = bench.summarize(Case("pp", 300), [0.2], work, Limits(40.0, 900.0, 200.0))
+    row = bench.summarize(Case("pp", 300), runs([0.2]), work)
     assert row.gops == pytest.approx(450.0)
-    assert (row.int8_fraction, row.f32_fraction) == fractions
+    assert (row.int8_fraction, row.f32_fraction) == tuple(x and pytest.approx(x) for x in fractions)
     assert (row.stdev, row.weight_bytes_per_token, row.gb_per_s, row.bandwidth_fraction) == (None, None, None, None)
     assert (row.p10, row.p90) == (row.tokens_per_second, row.tokens_per_second)
 
@@ -198,9 +259,11 @@ def test_rounds_interleave_and_limits_are_measured_around_them() -> None:
         repetitions=2,
         progress=lambda done, total, _: told.append((done, total)),
     )
-    assert events == ["prepare pp8", "prepare tg4", *("limits", "pp8", "tg4") * 2, "limits"]
-    assert rows[1].bandwidth_fraction == pytest.approx(2.0 / 16)  # the median of 8, 16 and 24
+    assert events == ["prepare pp8", "prepare tg4", "limits", *("pp8", "limits", "tg4", "limits") * 2]
+    assert rows[1].bandwidth_fraction == pytest.approx((2.0 / 20 + 2.0 / 36) / 2)  # between 16 and 24, 32 and 40
+    assert (rows[1].rounds_used, rows[1].steady) == (2, False)
     assert rows[0].int8_fraction == pytest.approx(4.0 / 100)
+    assert (rows[0].rounds_used, rows[0].steady) == (2, True)
     assert told == [(done, 6) for done in range(7)]
 
 
@@ -262,7 +325,7 @@ def test_tests_that_do_not_fit(folders: dict[str, Path], monkeypatch: pytest.Mon
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "others_running", lambda: 0)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(machine, "measure", lambda backend: Limits(40.0, 900.0, 200.0))
+    monkeypatch.setattr(machine, "measure", lambda backend, work: Limits(40.0, 900.0, 200.0))
 
 
 def test_bench_json_and_table(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -289,18 +352,22 @@ def test_bench_json_and_table(folders: dict[str, Path], monkeypatch: pytest.Monk
     assert err == ""
     assert record["machine"].keys() >= MACHINE_KEYS
     assert (record["machine"]["isa"], record["machine"]["threads"], record["quant"]) == ("scalar", 2, "int4")
-    assert len(record["machine"]["read_samples"]) == 3
+    assert len(record["machine"]["read_samples"]) == 1 + 2 * 5
     assert [row["test"] for row in record["results"]] == ["pp9", "tg2", "tg2@7", "tg3", "tg3@7"]
     for row in record["results"]:
         assert row.keys() >= ROW_KEYS
-        assert len(row["samples"]) == 2
+        assert len(row["samples"]) == row["rounds_used"] == 2
+        assert row["steady"]
     assert machine.known_read(2) == 40.0
     assert main(argv) == 0
     out, _ = capsys.readouterr()
-    assert "limits: read 40.0 GB/s (40.0 to 40.0 in 3 samples), int8 900 Gop/s, float32 200 GFLOP/s" in out
-    lines = out.splitlines()
-    assert [line.split("|")[1].strip() for line in lines[-5:]] == ["pp9", "tg2", "tg2@7", "tg3", "tg3@7"]
-    assert len({len(line) for line in lines[-7:]}) == 1
+    assert "limits: read 40.0 GB/s (40.0 to 40.0 in 11 samples), int8 900 Gop/s, float32 200 GFLOP/s" in out
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["pp9", "tg2", "tg2@7", "tg3", "tg3@7"]
+    assert {line.split("|")[-2].strip() for line in lines[2:]} == {"2/2"}
+    assert len({len(line) for line in lines}) == 1
+    assert "right before and\nright after the run; rounds in which those two differ by more than 10 %" in out
+    assert "unsteady" not in out
 
 
 def test_a_report_survives_a_cache_that_cannot_be_written(
@@ -319,18 +386,32 @@ def test_a_machine_that_was_not_quiet_is_said_and_not_kept(
 ) -> None:
     quick(monkeypatch)
     reads = iter([30.0, 40.0, 39.0, 33.0, 38.0, 1.0, 2.0])
-    monkeypatch.setattr(machine, "measure", lambda backend: Limits(next(reads), 900.0, 200.0))
+    monkeypatch.setattr(machine, "measure", lambda backend, work: Limits(next(reads), 900.0, 200.0))
     argv = ["bench", str(folders["llama"]), "-p", "4", "-n", "0", "--json", "-r"]
     assert main([*argv, "1"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["machine"]["read_gb_per_s"] == 35.0
-    assert "not quiet: read bandwidth went from 30.0 to 40.0 GB/s" in err
+    assert "not quiet: read bandwidth went from 30.5 to 39.5 GB/s" in err
     assert machine.known_read(_core.default_threads()) is None
     assert main([*argv, "2"]) == 0
     assert capsys.readouterr().err == ""
     assert machine.known_read(_core.default_threads()) == 38.0
     assert main([*argv, "1", "-q"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_limit_that_never_stood_still_is_said(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    quick(monkeypatch)
+    reads = iter([40.0, 70.0] * 4)
+    monkeypatch.setattr(machine, "measure", lambda backend, work: Limits(next(reads), 900.0, 200.0))
+    assert main(["bench", str(folders["llama"]), "-p", "4", "-n", "2", "-r", "2"]) == 0
+    out, _ = capsys.readouterr()
+    prompt, decode = (line for line in out.splitlines() if line.startswith(("| pp4", "| tg2")))
+    assert "2/2 |" in prompt
+    assert "2/2 unsteady |" in decode
+    assert out.endswith("unsteady: no round was left, and all are used.\n")
 
 
 @pytest.mark.parametrize(

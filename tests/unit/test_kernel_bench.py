@@ -17,10 +17,12 @@ from pyengine import _core
 from pyengine.cli.main import main
 from pyengine.errors import RequestError, ResourceError
 from pyengine.reports import kernel_bench as kb
-from pyengine.reports.machine import Limits
+from pyengine.reports import kernel_ops as ko
+from pyengine.reports import machine
+from pyengine.reports.machine import Limits, Timed
 from pyengine.weights import padded
 
-TINY = kb.Shape("tiny", 64, 172, 4, 2, 16, 97)
+TINY = ko.Shape("tiny", 64, 172, 4, 2, 16, 97)
 LIMITS = Limits(40.0, 900.0, 200.0)
 ROW_KEYS = {"op", "isa", "weights", "m", "n", "k", "gb_per_s", "gops", "fraction"}
 
@@ -31,13 +33,13 @@ by_isa = pytest.mark.parametrize("isa", ISAS)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine of known limits, short runs, a cache of its own."""
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kb, "measure", lambda backend: LIMITS)
-    monkeypatch.setattr(kb, "RUN_BYTES", 1 << 16)
-    monkeypatch.setattr(kb, "SMALL_COPIES", 3)
+    monkeypatch.setattr(machine, "measure", lambda backend, work: LIMITS)
+    monkeypatch.setattr(ko, "RUN_BYTES", 1 << 16)
+    monkeypatch.setattr(ko, "SMALL_COPIES", 3)
 
 
-def wanted(ops: list[str], weights: list[str], batch: list[int], contexts: list[int]) -> list[kb.Job]:
-    return list(kb.jobs((TINY,), ops, weights, batch, contexts))
+def wanted(ops: list[str], weights: list[str], batch: list[int], contexts: list[int]) -> list[ko.Job]:
+    return list(ko.jobs((TINY,), ops, weights, batch, contexts))
 
 
 def rows(ops: list[str], weights: list[str], batch: list[int], isa: str = BEST, **options: Any) -> list[kb.Row]:
@@ -47,7 +49,7 @@ def rows(ops: list[str], weights: list[str], batch: list[int], isa: str = BEST, 
 
 
 def packed_bytes(name: str, n: int, k: int) -> int:
-    fmt = kb.WEIGHTS[name]
+    fmt = ko.WEIGHTS[name]
     backend = _core.Backend(1)
     return backend.tensor_size(backend.tensor_create(int(fmt.format), n, k, fmt.group)) - 64
 
@@ -61,6 +63,9 @@ def test_rows_that_share_weights_stand_together() -> None:
         *(("linear", w, *nk, m) for nk in ((128, 64), (64, 172)) for w in ("int4-32", "int8") for m in (1, 9)),
         ("lm_head", "int8", 97, 64, 1),  # int4 keeps an int8 head; past 8 rows there is no use for it
     ]
+    made = [(j.op, j.weights, j.m) for j in wanted(["ffn_unfused", "quantize", "ffn"], ["int8", "bf16"], [1, 9], [7])]
+    assert made[:8] == [(op, w, m) for w in ("int8", "bf16") for m in (1, 9) for op in ("ffn_unfused", "ffn")]
+    assert made[8:] == [("quantize", None, 1), ("quantize", None, 9)]
     assert [(j.weights, j.k, j.m) for j in wanted(["attention"], ["int8"], [1, 9], [7, 40])] == [
         (None, 7, 1),
         (None, 40, 1),
@@ -84,8 +89,8 @@ def test_unknown_rows_are_refused(change: dict[str, Any], says: str) -> None:
 
 
 def test_the_default_shapes_are_two_known_models() -> None:
-    assert [(s.hidden, s.ffn, s.heads, s.kv_heads) for s in kb.SHAPES] == [(1536, 8960, 12, 2), (4096, 14336, 32, 8)]
-    assert set(kb.DEFAULT_WEIGHTS) == {
+    assert [(s.hidden, s.ffn, s.heads, s.kv_heads) for s in ko.SHAPES] == [(1536, 8960, 12, 2), (4096, 14336, 32, 8)]
+    assert set(ko.DEFAULT_WEIGHTS) == {
         *("bf16", "int8", "int4-32", "int4-64", "int4-128"),
         *("int4-sym-32", "int4-sym-64", "int4-sym-128"),
     }
@@ -96,7 +101,7 @@ def test_the_default_shapes_are_two_known_models() -> None:
 
 def test_operations_of_products() -> None:
     def operations(op: str, m: int, n: int, k: int) -> int:
-        return kb.Job(TINY, op, "int8", m, n, k).operations
+        return ko.Job(TINY, op, "int8", m, n, k).operations
 
     assert operations("linear", 3, 5, 7) == 2 * 3 * 5 * 7
     assert operations("ffn", 3, 5, 7) == operations("ffn_unfused", 3, 5, 7) == 3 * 2 * 3 * 5 * 7
@@ -109,9 +114,11 @@ def test_operations_of_products() -> None:
 def test_fused_and_unfused_read_the_same_weights_and_fewer_activations(weights: str) -> None:
     m, h, f = 3, TINY.hidden, TINY.ffn
     fused, apart = rows(["ffn", "ffn_unfused"], [weights], [m])
+    assert fused.ratio_to_ffn is None
+    assert apart.ratio_to_ffn is not None
     expected = packed_bytes(weights, 2 * padded(f), h) + packed_bytes(weights, h, f)
     assert fused.weight_bytes == apart.weight_bytes == expected
-    integer = kb.WEIGHTS[weights].is_integer
+    integer = ko.WEIGHTS[weights].is_integer
 
     def held(width: int, quantized: bool) -> int:
         return m * (width + 33 * -(-width // 64)) if quantized else 4 * m * width
@@ -126,8 +133,8 @@ def test_fused_and_unfused_read_the_same_weights_and_fewer_activations(weights: 
 
 @by_isa
 def test_every_op_runs_on_every_isa(isa: str) -> None:
-    made = rows(list(kb.OPS), ["bf16", "int8", "int4-64"], [1, 9], isa)
-    assert {row.op for row in made} == set(kb.OPS)
+    made = rows(list(ko.OPS), ["bf16", "int8", "int4-64"], [1, 9], isa)
+    assert {row.op for row in made} == set(ko.OPS)
     for row in made:
         assert row.isa == isa
         assert row.microseconds is not None
@@ -152,11 +159,13 @@ def test_attention_reads_its_context_and_decode_past_a_partition_has_one_barrier
 
 def test_a_run_reads_enough_copies() -> None:
     (job,) = wanted(["ffn"], ["int8"], [1], [1])
-    bed = kb.Bed(1, BEST, 1)
-    count = kb.lay(bed, job, "bf16")
-    assert count * bed.weight_bytes >= kb.RUN_BYTES
-    assert len({op["weight"] for op in bed.measured}) == len(bed.measured) == count > 1
-    raw = [bed.b.backend.tensor_bytes(op["weight2"]) for op in bed.measured]
+    bed = ko.Bed(1, BEST, 1)
+    laid = ko.lay(bed, job, "bf16")
+    fused, apart = laid["ffn"], laid["ffn_unfused"]
+    assert len(fused) * bed.weight_bytes >= ko.RUN_BYTES
+    assert len({op["weight"] for (op,) in fused}) == len(fused) == len(apart) > 1
+    assert [(op["weight"], op["weight2"]) for (op,) in fused] == [(ops[0]["weight"], ops[3]["weight"]) for ops in apart]
+    raw = [bed.b.backend.tensor_bytes(op["weight2"]) for (op,) in fused]
     for other in raw[1:]:
         assert_same_bits(other, raw[0], "a copy")
     assert raw[0][64:].any()
@@ -167,9 +176,10 @@ def test_weights_are_packed_once_for_every_number_of_tokens(monkeypatch: pytest.
     laid: list[tuple[int, int]] = []
     lay = kb.lay
 
-    def note(bed: kb.Bed, job: kb.Job, kv_dtype: str) -> int:
-        laid.append((bed.tokens, lay(bed, job, kv_dtype)))
-        return laid[-1][1]
+    def note(bed: ko.Bed, job: ko.Job, kv_dtype: str) -> dict[str, list[ko.Ops]]:
+        made = lay(bed, job, kv_dtype)
+        laid.append((bed.tokens, len(made["ffn"])))
+        return made
 
     monkeypatch.setattr(kb, "lay", note)
     together, (alone,) = rows(["ffn"], ["int8"], [9, 1]), rows(["ffn"], ["int8"], [9])
@@ -184,24 +194,43 @@ def test_weights_are_packed_once_for_every_number_of_tokens(monkeypatch: pytest.
 # ---- fractions
 
 
-def row_of(job: kb.Job, **fields: int) -> kb.Row:
+def row_of(job: ko.Job, **fields: int) -> kb.Row:
     return kb.replace(kb.empty_row(job, "avx2"), **fields)
 
 
+def runs(*seconds: float) -> list[Timed]:
+    return [Timed(s, LIMITS, LIMITS) for s in seconds]
+
+
 def test_the_fraction_is_of_the_limit_that_binds() -> None:
-    job = kb.Job(TINY, "linear", "int8", 1, 1000, 1000)
-    row = kb.conclude(row_of(job, weight_bytes=1_000_000), job, 50e-6, LIMITS)
+    job = ko.Job(TINY, "linear", "int8", 1, 1000, 1000)
+    row = kb.conclude(row_of(job, weight_bytes=1_000_000), job, runs(50e-6), None)
     assert (row.microseconds, row.gb_per_s, row.gops) == (pytest.approx(50), pytest.approx(20), pytest.approx(40))
-    assert (row.bound, row.fraction) == ("read", pytest.approx(0.5))
-    many = kb.Job(TINY, "linear", "int8", 90, 1000, 1000)
-    row = kb.conclude(row_of(many, weight_bytes=1_000_000), many, 400e-6, LIMITS)
+    assert (row.bound, row.fraction, row.rounds_used, row.steady) == ("read", pytest.approx(0.5), 1, True)
+    many = ko.Job(TINY, "linear", "int8", 90, 1000, 1000)
+    row = kb.conclude(row_of(many, weight_bytes=1_000_000), many, runs(400e-6), None)
     assert (row.bound, row.fraction) == ("int8", pytest.approx(0.5))  # 450 of 900 Gop/s, 2.5 of 40 GB/s
-    floats = kb.Job(TINY, "linear", "bf16", 90, 1000, 1000)
-    row = kb.conclude(row_of(floats, weight_bytes=2_000_000), floats, 1800e-6, LIMITS)
+    floats = ko.Job(TINY, "linear", "bf16", 90, 1000, 1000)
+    row = kb.conclude(row_of(floats, weight_bytes=2_000_000), floats, runs(1800e-6), None)
     assert (row.bound, row.fraction) == ("f32", pytest.approx(0.5))  # 100 of 200 GFLOP/s
-    norm = kb.Job(TINY, "rms_norm", None, 1, 64, 64)
-    row = kb.conclude(row_of(norm, activation_bytes=512), norm, 1e-6, LIMITS)
+    norm = ko.Job(TINY, "rms_norm", None, 1, 64, 64)
+    row = kb.conclude(row_of(norm, activation_bytes=512), norm, runs(1e-6), None)
     assert (row.gb_per_s, row.gops, row.fraction, row.bound) == (pytest.approx(0.512), None, None, None)
+    assert (row.rounds_used, row.steady) == (None, None)
+
+
+def test_a_row_leaves_out_rounds_in_which_the_limit_changed() -> None:
+    job = ko.Job(TINY, "linear", "int8", 1, 1000, 1000)
+    fast = Limits(70.0, 900.0, 200.0)
+    timed = [Timed(50e-6, LIMITS, LIMITS), Timed(50e-6, LIMITS, fast), Timed(25e-6, fast, fast), *runs(50e-6)]
+    row = kb.conclude(row_of(job, weight_bytes=1_000_000), job, timed, None)
+    assert (row.fraction, row.rounds_used, row.steady) == (pytest.approx(0.5), 3, True)  # of 0.5, 4/7 and 0.5
+
+
+def test_ratios_are_of_rounds() -> None:
+    job = ko.Job(TINY, "ffn_unfused", "int8", 1, 1000, 1000)
+    row = kb.conclude(row_of(job, weight_bytes=1), job, runs(2.0, 9.0, 4.0), runs(1.0, 3.0, 4.0))
+    assert row.ratio_to_ffn == 2.0  # of 2, 3 and 1
 
 
 def test_what_would_take_too_long_is_left_empty_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
