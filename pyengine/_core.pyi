@@ -82,6 +82,7 @@ class OpKind(_Enum):
     ACT_MUL: ClassVar[OpKind]
     MASK_COLUMNS: ClassVar[OpKind]
     TAP: ClassVar[OpKind]
+    DEQUANTIZE: ClassVar[OpKind]
     NORM_QUANTIZE: ClassVar[OpKind]
     QKV_ROPE_APPEND: ClassVar[OpKind]
     ATTENTION_QUANTIZE: ClassVar[OpKind]

@@ -14,7 +14,7 @@ ORIGIN = importlib.util.find_spec("pyengine._core")
 assert ORIGIN is not None
 assert ORIGIN.origin is not None
 FOLDER = Path(ORIGIN.origin).parent
-HEADERS = (FOLDER / "include" / "pyengine.h", Path(__file__).resolve().parents[2] / "csrc" / "include" / "pyengine.h")
+HEADERS = (FOLDER / "include" / "pyengine.h", Path(__file__).resolve().parents[1] / "csrc" / "include" / "pyengine.h")
 
 OP_IDS = (
     *("layer", "input", "output", "scratch", "weight", "weight2", "bias", "bias2", "norm", "norm2"),

@@ -104,7 +104,8 @@ struct KernelTable {
   // one row: columns [begin, end) of x into the groups of `out` at row; begin is a multiple of 64
   void (*quantize)(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row);
   void (*linear)(const LinearArgs* args);
-  void (*add)(const float* x, float* y, int64_t n);  // y += x
+  void (*dequantize)(const Packed* weight, int64_t panel, float* out);  // as a panel of PE_F32: [cols][16]
+  void (*add)(const float* x, float* y, int64_t n);                     // y += x
   // y[16 j + i] = act(x[32 j + i]) * x[32 j + 16 + i]
   void (*act_mul)(const float* x, float* y, int64_t n, int32_t activation);
   // one head of `dim` columns, the first `rotary` rotated half-split by cos[rotary / 2] and sin[rotary / 2]

@@ -191,6 +191,7 @@ typedef enum pe_op_kind {
   PE_OP_ACT_MUL,      /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
   PE_OP_MASK_COLUMNS, /* output = norm[column] != 0 ? output : 0 */
   PE_OP_TAP,          /* batch.taps[head_dim] = input */
+  PE_OP_DEQUANTIZE,   /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
   /* fused ops */
   PE_OP_NORM_QUANTIZE,      /* NORM, QUANTIZE */
   PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE, KV_APPEND; output = [q | k | v] */

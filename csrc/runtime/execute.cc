@@ -138,6 +138,7 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
     case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
     case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
+    case PE_OP_DEQUANTIZE: return dequantize(op, thread);
     case PE_OP_QK_NORM: return each_token(1, &Program::qk_norm, op, thread);
     case PE_OP_ROPE: return each_token(1, &Program::rope, op, thread);
     case PE_OP_KV_APPEND: return each_token(1, &Program::kv_append, op, thread);
@@ -282,6 +283,15 @@ void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* 
     linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, accumulate, batch_->tokens, thread);
   };
   share(w.panels, 2, thread, panels, batch_->tokens <= kGemvTokens);
+}
+
+void Program::dequantize(const Op& op, int thread) {
+  const Packed& out = *op.weight2;
+  share(out.panels, 2, thread, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p)
+      k_.dequantize(op.weight, p,
+                    reinterpret_cast<float*>(out.data + static_cast<size_t>(p) * out.panel_bytes + out.data_offset));
+  });
 }
 
 // Gate and up of 64 intermediate columns at a time: their float sums stay in this thread's cache, and leave it as one

@@ -30,6 +30,7 @@ const char* const kOpNames[] = {"embed",
                                 "act_mul",
                                 "mask_columns",
                                 "tap",
+                                "dequantize",
                                 "norm_quantize",
                                 "qkv_rope_append",
                                 "attention_quantize",
@@ -243,6 +244,14 @@ void Program::check(const Op& op) {
     case PE_OP_TAP:
       need(d, op.input && !op.input->quantized && d.head_dim >= 0, "needs a float32 input");
       tap_count_ = std::max(tap_count_, d.head_dim + 1);
+      break;
+    case PE_OP_DEQUANTIZE:
+      need(d, op.weight && op.weight2 && is_packed(op.weight->format) && op.weight->format != PE_F32,
+           "needs a packed weight other than float32, and a second one");
+      need(d,
+           op.weight2->format == PE_F32 && op.weight2->rows == op.weight->rows && op.weight2->cols == op.weight->cols &&
+               backend_.tensor(d.weight2).writable(),
+           "the second weight is not float32 of the same size that can be written");
       break;
     case PE_OP_GATED_FFN_RESIDUAL:
       check_linear(op, op.weight, op.input, "needs gate and up");

@@ -109,6 +109,7 @@ class Program {
   void append_head(const Op& op, int64_t token, int64_t head);
   int64_t head_column(const Op& op, int64_t head) const;
   void qkv_rope_append(const Op& op, int thread);
+  void dequantize(const Op& op, int thread);
   void gated_ffn(const Op& op, int thread);
   void lm_head(const Op& op, int thread);
   void sample(const Op& op, int thread);

@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
     single.add_argument(
         "--kernels", action="store_true", help="ops alone, in MODEL's shapes or those of two known models; --isa all"
     )
-    single.add_argument("--ops", type=names, metavar="LIST", help="linear, ffn, ffn_unfused, lm_head, attention, ...")
+    single.add_argument("--ops", type=names, metavar="LIST", help="linear, ffn, ffn_naive, lm_head, attention, ...")
     single.add_argument("--weights", type=names, metavar="LIST", help="bf16, int8, int4-32, int4-sym-64, ... (all)")
     single.add_argument(
         "--batch", type=lengths, metavar="M", help="tokens at once (1,2,4,8,512); attention at -d (4096)"

@@ -77,16 +77,19 @@ def conclude(row: Row, job: Job, timed: list[Timed], base: list[Timed] | None) -
     return replace(row, gops=gops, fraction=of.value, bound=bound, rounds_used=of.rounds_used, steady=of.steady)
 
 
-def check_memory(job: Job, kv_dtype: str) -> None:
-    """ResourceError before a matrix that does not fit is made."""
-    weights = 3 * job.n * job.k if job.op in FFN else job.n * job.k
-    wanted = weights * bits(WEIGHTS[job.weights]) / 8 if job.weights is not None else 0.0
+def check_memory(group: list[Job], kv_dtype: str) -> None:
+    """ResourceError before matrices that do not fit are made."""
+    job = group[0]
+    weights = (3 if job.op in FFN else 1) * job.n * job.k
+    wanted = 2 * weights * bits(WEIGHTS[job.weights]) / 8 if job.weights is not None else 0.0
     if job.op == "attention":
-        wanted = 2 * job.shape.kv_heads * padded(job.shape.head_dim) * job.k * KV_BYTES[kv_dtype]
+        wanted = 4 * job.shape.kv_heads * padded(job.shape.head_dim) * job.k * KV_BYTES[kv_dtype]
+    if any(job.op == "ffn_naive" for job in group):
+        wanted += 4 * weights
     available = available_memory()
-    if available is not None and 2 * wanted + RUN_BYTES > available:
+    if available is not None and wanted + RUN_BYTES > available:
         raise ResourceError(
-            f"{job.op} {job.n} x {job.k} in {job.weights} takes {int(2 * wanted)} bytes, {available} are available"
+            f"{job.op} {job.n} x {job.k} in {job.weights} takes {int(wanted)} bytes, {available} are available"
         )
 
 
@@ -156,9 +159,9 @@ def time_jobs(
     group: list[Job], gauge: Gauge, isa: str, threads: int, repetitions: int, kv_dtype: str
 ) -> dict[Job, Row]:
     """The rows of jobs that share their weights. Those of one m take turns, after an untimed run of each."""
-    check_memory(group[0], kv_dtype)
+    check_memory(group, kv_dtype)
     bed = Bed(threads, isa, max(job.m for job in group))
-    laid = lay(bed, min(group, key=lambda job: job.m), kv_dtype)
+    laid = lay(bed, group, kv_dtype)
     made: dict[Job, Row] = {}
     for m, same in itertools.groupby(group, key=lambda job: job.m):
         timers: list[Timer] = []

@@ -25,7 +25,7 @@ from pyengine.quantize import PackedFormat, choose
 from pyengine.spec import ModelSpec
 from pyengine.weights import padded
 
-FFN = ("ffn", "ffn_unfused")  # ops on the same weights
+FFN = ("ffn", "ffn_unfused", "ffn_naive")  # ops on the same weights
 OPS = ("linear", *FFN, "lm_head", "attention", "rms_norm", "quantize")
 WEIGHTS = {
     **{name: choose(name).layers for name in ("f32", "bf16", "int8")},
@@ -98,7 +98,7 @@ class Job:
             return "f32_gflops"
         if self.weights is None:
             return None
-        return "int8_gops" if WEIGHTS[self.weights].is_integer else "f32_gflops"
+        return "int8_gops" if WEIGHTS[self.weights].is_integer and self.op != "ffn_naive" else "f32_gflops"
 
 
 def jobs(
@@ -132,7 +132,8 @@ def jobs(
             formats = [name for name in formats if name in HEAD_WEIGHTS]
         for (n, k), fmt, m in itertools.product(sizes, formats, batch):
             if (op != "lm_head" or m <= HEAD_ROWS) and (op != "attention" or m <= k):
-                yield from (Job(shape, name, fmt, m, n, k) for name in (together if op in FFN else [op]))
+                same = [name for name in together if name != "ffn_naive" or fmt != "f32"] if op in FFN else [op]
+                yield from (Job(shape, name, fmt, m, n, k) for name in same)
 
 
 Ops = list[dict[str, Any]]
@@ -236,10 +237,14 @@ def lay_linear(bed: Bed, job: Job, fmt: PackedFormat) -> list[Ops]:
     return [[op_of(OpKind.LINEAR, input=x, output=out, weight=weight)] for weight in weights]
 
 
-def lay_ffn(bed: Bed, job: Job, fmt: PackedFormat) -> dict[str, list[Ops]]:
-    """Gate and up, activation, rounding, down, residual: five ops (four for float weights), or fused into one."""
+def lay_ffn(bed: Bed, job: Job, fmt: PackedFormat, naive: bool) -> dict[str, list[Ops]]:
+    """Gate and up, activation, rounding, down, residual: five ops (four for float weights), or fused into one.
+
+    The naive form makes float32 matrices of the same weights in memory, every time, and multiplies floats with them.
+    """
     count = copies_of(job, 3 * job.n * job.k * bits(fmt) / 8)
-    x, out = bed.b.quantized(bed.source(job.n), fmt), bed.b.buffer(job.n)
+    source = bed.source(job.n)
+    x, out = bed.b.quantized(source, fmt), bed.b.buffer(job.n)
     sums, act, branch = bed.b.buffer(2 * padded(job.k)), bed.b.buffer(job.k), bed.b.buffer(job.n)
     rounded = bed.b.buffer(job.k, quantized=True) if fmt.is_integer else act
     gate_up, down = bed.copies(fmt, 2 * padded(job.k), job.n, count), bed.copies(fmt, job.n, job.k, count)
@@ -253,7 +258,23 @@ def lay_ffn(bed: Bed, job: Job, fmt: PackedFormat) -> dict[str, list[Ops]]:
         ]
         for first, second in zip(gate_up, down, strict=True)
     ]
-    return {"ffn": [fuse(ops) for ops in unfused], "ffn_unfused": unfused}
+    laid = {"ffn": [fuse(ops) for ops in unfused], "ffn_unfused": unfused}
+    if naive:
+        floats = [
+            bed.b.backend.tensor_create(int(Format.F32), *size) for size in ((2 * padded(job.k), job.n), (job.n, job.k))
+        ]
+        laid["ffn_naive"] = [
+            [
+                op_of(OpKind.DEQUANTIZE, weight=first, weight2=floats[0]),
+                op_of(OpKind.LINEAR, input=source, output=sums, weight=floats[0]),
+                op_of(OpKind.ACT_MUL, input=sums, output=act, activation=int(Activation.SILU)),
+                op_of(OpKind.DEQUANTIZE, weight=second, weight2=floats[1]),
+                op_of(OpKind.LINEAR, input=act, output=branch, weight=floats[1]),
+                op_of(OpKind.ADD, input=branch, output=out),
+            ]
+            for first, second in zip(gate_up, down, strict=True)
+        ]
+    return laid
 
 
 def lay_lm_head(bed: Bed, job: Job, fmt: PackedFormat) -> list[Ops]:
@@ -295,11 +316,12 @@ def lay_rows(bed: Bed, job: Job) -> list[Ops]:
     return [[op_of(OpKind.QUANTIZE, input=x, output=out)]] * SMALL_COPIES
 
 
-def lay(bed: Bed, job: Job, kv_dtype: str) -> dict[str, list[Ops]]:
-    """Weights and buffers of the job in `bed`; for each op that can be timed on them, its ops, once for every copy."""
+def lay(bed: Bed, group: list[Job], kv_dtype: str) -> dict[str, list[Ops]]:
+    """Weights and buffers that the jobs share, in `bed`; for each op, what it consists of, once for every copy."""
+    job = min(group, key=lambda job: job.m)
     if job.op in FFN:
         assert job.weights is not None
-        return lay_ffn(bed, job, WEIGHTS[job.weights])
+        return lay_ffn(bed, job, WEIGHTS[job.weights], any(job.op == "ffn_naive" for job in group))
     if job.op == "attention":
         return {job.op: lay_attention(bed, job, kv_dtype)}
     if job.weights is None:

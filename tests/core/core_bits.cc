@@ -86,6 +86,15 @@ void linears(Client& c, Recorder& out) {
       std::vector<float> values(static_cast<size_t>(rows * cols));
       good(pe_tensor_dequantize(c.backend, weight, values.data()));
       out.add(what + " dequantized", values);
+      if (f.format != PE_F32) {
+        const int32_t copy = c.tensor(PE_F32, rows, cols, 0);
+        pe_op op = make_op(PE_OP_DEQUANTIZE, -1, -1);
+        op.weight = weight;
+        op.weight2 = copy;
+        run_hidden(c.program({op, make_op(PE_OP_LOAD_HIDDEN, -1, 0), make_op(PE_OP_TAP, 0, -1)}, {make_buffer(1)}, 1),
+                   {0.0f}, 1, 1);
+        out.add(what + " as float32", c.bytes(copy));
+      }
       const std::vector<float> x = activations(kTokens, cols, random);
       pe_program* program = linear_program(c, f, weight, bias, rows, cols, kTokens);
       const std::vector<float> all = run_hidden(program, x, kTokens, rows);

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import write_tiny_model
-from compare import assert_same_bits
+from compare import assert_close, assert_same_bits
 from golden.golden_cases import CONFIGS
-from kernel_cases import BEST, ISAS, normal
+from kernel_cases import BEST, EPS, ISAS, normal, unpack
 
-from pyengine import _core
+from pyengine import _core, kernels
 from pyengine.cli.main import main
 from pyengine.errors import RequestError, ResourceError
 from pyengine.reports import kernel_bench as kb
@@ -132,6 +132,39 @@ def test_fused_and_unfused_read_the_same_weights_and_fewer_activations(weights: 
 
 
 @by_isa
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4-32", "int4-sym-128"])
+def test_the_naive_ffn_is_the_float_ffn_of_the_same_weights(isa: str, weights: str) -> None:
+    group = wanted(["ffn", "ffn_naive"], [weights], [3], [1])
+    assert [job.op for job in group] == ["ffn", "ffn_naive"]
+    assert (group[1].rate, group[1].operations) == ("f32_gflops", group[0].operations)
+    bed = ko.Bed(2, isa, 3)
+    laid = ko.lay(bed, group, "bf16")
+    copy = laid["ffn_naive"][-1]
+    names = [_core.OpKind(op["kind"]).name for op in copy]
+    assert names == ["DEQUANTIZE", "LINEAR", "ACT_MUL", "DEQUANTIZE", "LINEAR", "ADD"]
+    ((fused,),) = laid["ffn"][-1:]
+    assert (copy[0]["weight"], copy[3]["weight"]) == (fused["weight"], fused["weight2"])
+    y = np.empty((3, TINY.hidden), np.float32)
+    tap = ko.op_of(_core.OpKind.TAP, input=copy[4]["output"], head_dim=0)
+    program = _core.Program(bed.b.backend, [*bed.b.ops, *copy[:5], tap], bed.b.buffers, 3, 3, False)
+    kernels.run(program, bed.hidden, taps=[y])
+    both = unpack(bed.b.backend.tensor_bytes(fused["weight"])).values.reshape(-1, 2, 16, TINY.hidden)
+    gate, up = (both[:, side].reshape(-1, TINY.hidden)[: TINY.ffn] for side in (0, 1))
+    down = unpack(bed.b.backend.tensor_bytes(fused["weight2"])).values
+    x = bed.hidden.astype(np.float64)
+    g, u = x @ gate.T, x @ up.T
+    act = g / (1 + np.exp(-g)) * u
+    terms = TINY.hidden + TINY.ffn + 16  # roundings of a sum, of the activation and of the sum over it
+    width = np.abs(x) @ np.abs(gate).T * np.abs(u) + np.abs(g) * (np.abs(x) @ np.abs(up).T)
+    assert_close(y, act @ down.T, terms * EPS * ((np.abs(act) + 2 * width) @ np.abs(down).T), "naive")
+
+
+def test_float32_weights_have_no_naive_form() -> None:
+    assert wanted(["ffn_naive"], ["f32"], [1], [1]) == []
+    assert [job.op for job in wanted(["ffn_naive", "ffn"], ["f32"], [1], [1])] == ["ffn"]
+
+
+@by_isa
 def test_every_op_runs_on_every_isa(isa: str) -> None:
     made = rows(list(ko.OPS), ["bf16", "int8", "int4-64"], [1, 9], isa)
     assert {row.op for row in made} == set(ko.OPS)
@@ -140,9 +173,10 @@ def test_every_op_runs_on_every_isa(isa: str) -> None:
         assert row.microseconds is not None
         assert row.microseconds > 0
         assert (row.fraction is None) == (row.op in ("rms_norm", "quantize"))
-        assert row.barriers == {"ffn": 2, "ffn_unfused": 5 - (row.weights == "bf16"), "lm_head": 1 + (row.m > 2)}.get(
-            row.op, 1
-        )
+        apart = 5 - (row.weights == "bf16")
+        expected = {"ffn": 2, "ffn_unfused": apart, "ffn_naive": 6, "lm_head": 1 + (row.m > 2)}
+        assert row.barriers == expected.get(row.op, 1)
+        assert (row.ratio_to_ffn is None) == (row.op not in ("ffn_unfused", "ffn_naive"))
         assert row.to_json().keys() >= ROW_KEYS
 
 
@@ -160,7 +194,7 @@ def test_attention_reads_its_context_and_decode_past_a_partition_has_one_barrier
 def test_a_run_reads_enough_copies() -> None:
     (job,) = wanted(["ffn"], ["int8"], [1], [1])
     bed = ko.Bed(1, BEST, 1)
-    laid = ko.lay(bed, job, "bf16")
+    laid = ko.lay(bed, [job], "bf16")
     fused, apart = laid["ffn"], laid["ffn_unfused"]
     assert len(fused) * bed.weight_bytes >= ko.RUN_BYTES
     assert len({op["weight"] for (op,) in fused}) == len(fused) == len(apart) > 1
@@ -176,8 +210,8 @@ def test_weights_are_packed_once_for_every_number_of_tokens(monkeypatch: pytest.
     laid: list[tuple[int, int]] = []
     lay = kb.lay
 
-    def note(bed: ko.Bed, job: ko.Job, kv_dtype: str) -> dict[str, list[ko.Ops]]:
-        made = lay(bed, job, kv_dtype)
+    def note(bed: ko.Bed, group: list[ko.Job], kv_dtype: str) -> dict[str, list[ko.Ops]]:
+        made = lay(bed, group, kv_dtype)
         laid.append((bed.tokens, len(made["ffn"])))
         return made
 
@@ -246,6 +280,11 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kb, "available_memory", lambda: 70_000)
     with pytest.raises(ResourceError, match=r"linear 128 x 64 in bf16 .* 70000 are available"):
         rows(["linear"], ["bf16"], [1])
+    weights = 3 * TINY.hidden * TINY.ffn
+    monkeypatch.setattr(kb, "available_memory", lambda: kb.RUN_BYTES + 5 * weights)
+    rows(["ffn"], ["bf16"], [1])
+    with pytest.raises(ResourceError, match="ffn 64 x 172 in bf16"):
+        rows(["ffn", "ffn_naive"], ["bf16"], [1])
 
 
 # ---- the core

@@ -9,6 +9,7 @@ import pytest
 from compare import assert_close, assert_same_bits
 from kernel_cases import (
     BEST,
+    EPS,
     FORMATS,
     INTEGER,
     ISAS,
@@ -24,6 +25,7 @@ from kernel_cases import (
 )
 
 from pyengine import kernels
+from pyengine._core import Format, OpKind, Program, Stage
 from pyengine.errors import ModelFormatError, RequestError
 
 # every tail of rows and of columns; the large sides meet small ones
@@ -60,6 +62,35 @@ def test_every_size_against_float64_and_every_batch_has_the_same_bits(isa: str, 
         y = check(layer, x, f"{n} x {k}")
         for m in TOKENS:
             assert_same_bits(layer(x[:m]), y[:m], f"{n} x {k}, {m} tokens")
+
+
+@by_isa
+@pytest.mark.parametrize("options", [*INTEGER.values(), FORMATS["bf16"]], ids=[*INTEGER, "bf16"])
+def test_weights_as_float32_in_memory_are_those_that_rows_give(isa: str, options: dict[str, Any]) -> None:
+    for seed, (n, k) in enumerate(SIZES):
+        layer = kernels.Linear(normal(seed, n, k), threads=1 + seed % 3, isa=isa, **options)
+        backend = layer._bench.backend
+        copy = backend.tensor_create(int(Format.F32), n, k, 0)
+        backend.tensor_pack(copy, normal(99, n, k))
+        op = {"kind": int(OpKind.DEQUANTIZE), "stage": int(Stage.FFN), "weight": layer._tensor, "weight2": copy}
+        kernels.run(Program(backend, [op], [(False, 1)], 1, 1, False), None, ids=np.zeros(1, np.int32))
+        assert_same_bits(backend.tensor_dequantize(copy), layer.dequantized(), f"{n} x {k}")
+        assert_close(layer.dequantized(), stored(layer).values, EPS * stored(layer).parts, f"{n} x {k}")
+
+
+def test_a_weight_becomes_float32_of_its_own_size_only() -> None:
+    layer = kernels.Linear(normal(1, 17, 33), threads=1)
+    backend = layer._bench.backend
+    same, other = (backend.tensor_create(int(Format.F32), n, 33, 0) for n in (17, 16))
+
+    def make(weight: int, weight2: int) -> Program:
+        op = {"kind": int(OpKind.DEQUANTIZE), "stage": int(Stage.FFN), "weight": weight, "weight2": weight2}
+        return Program(backend, [op], [(False, 1)], 1, 1, False)
+
+    make(layer._tensor, same)
+    for weight, weight2 in ((same, same), (layer._tensor, other), (layer._tensor, layer._tensor), (-1, same)):
+        with pytest.raises(RequestError, match="op dequantize"):
+            make(weight, weight2)
 
 
 @by_isa
