@@ -15,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import _core
+from pyengine import __version__, _core
 from pyengine._core import Limit
 from pyengine.errors import ResourceError
 from pyengine.paths import cache_dir
@@ -117,7 +118,9 @@ class Gauge:
             "cpu": cpu_name(),
             "isa": isa,
             "threads": threads,
+            "version": __version__,
             "commit": commit(),
+            "date": time.strftime("%Y-%m-%d"),
             "compiler": _core.compiler(),
             "read_gb_per_s": limits.read_gb_per_s,
             "int8_gops": limits.int8_gops,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ def test_a_gauge_takes_the_median_of_its_samples() -> None:
     record = gauge.to_json(isa="avx2", threads=2)
     assert record.keys() >= MACHINE_KEYS
     assert (record["isa"], record["threads"], record["read_gb_per_s"]) == ("avx2", 2, 30)
+    assert record["version"] == pyengine.__version__
+    assert date.fromisoformat(record["date"]) <= date.today() + timedelta(days=1)
     assert record["read_samples"] == [30, 10, 32]
     assert "from 12.0 to 31.8 GB/s" in str(record["disturbed"]) or "other threads" in str(record["disturbed"])
 
