@@ -79,6 +79,7 @@ struct AttentionArgs {
   int32_t partition;               // keys partition * 256 ... + 255
   const uint8_t* const* k_blocks;  // of the partition's up to 8 blocks; only blocks with a wanted key are read
   const uint8_t* const* v_blocks;
+  const uint8_t* const* next_k_blocks;  // what is read after this partition, or NULL; as many as there are V blocks
   float* scores;   // [rows][256] scratch
   float* max_out;  // [rows]
   float* sum_out;  // [rows]

@@ -73,10 +73,11 @@ AttentionArgs Program::tile_rows(const Op& op, const TokenTile& tile, int64_t kv
   return a;
 }
 
-void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition,
+// more: the same thread takes the partition behind this one next
+void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, bool more,
                                AttentionArgs& a, float* max, float* sum, float* acc) {
   constexpr int kBlocks = kPartition / kKvBlock;
-  const uint8_t *k_blocks[kBlocks], *v_blocks[kBlocks];
+  const uint8_t *k_blocks[kBlocks], *v_blocks[kBlocks], *next_k_blocks[kBlocks];
   for (int i = 0; i < kBlocks; ++i) {
     const int64_t index = int64_t{partition} * kBlocks + i;
     if (index * kKvBlock >= a.key_end[a.rows - 1]) {
@@ -87,9 +88,15 @@ void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t kv_h
     k_blocks[i] = op.kv->k(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
     v_blocks[i] = op.kv->v(block, op.d.kv_layer, static_cast<int32_t>(kv_head));
   }
+  for (int i = 0; more && i < kBlocks; ++i) {
+    const int64_t index =
+        std::min<int64_t>(int64_t{partition + 1} * kBlocks + i, (a.key_end[a.rows - 1] - 1) / kKvBlock);
+    next_k_blocks[i] = op.kv->k(block_of(op, tile.sequence, index), op.d.kv_layer, static_cast<int32_t>(kv_head));
+  }
   a.partition = partition;
   a.k_blocks = k_blocks;
   a.v_blocks = v_blocks;
+  a.next_k_blocks = more ? next_k_blocks : nullptr;
   a.max_out = max;
   a.sum_out = sum;
   a.acc_out = acc;
@@ -126,7 +133,7 @@ void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, 
   const int32_t first_key = op.d.window > 0 ? std::max(0, first_position + 1 - op.d.window) : 0;
   AttentionArgs args = tile_rows(op, tile, kv_head, thread);
   for (int32_t p = first_key / kPartition; p < tile.partitions; ++p) {
-    attend_partition(op, tile, kv_head, p, args, part_max, part_sum, part);
+    attend_partition(op, tile, kv_head, p, p + 1 < tile.partitions, args, part_max, part_sum, part);
     for (int32_t r = 0; r < rows; ++r)
       k_.merge(max + r, sum + r, acc + r * width, part_max[r], part_sum[r], part + r * width, width);
   }
@@ -178,7 +185,8 @@ void Program::attention(const Op& op, int thread) {
       const TokenTile* ready = nullptr;  // tile and head that `args` is of
       int64_t ready_head = -1;
       AttentionArgs args{};
-      for (int64_t i = run * chunk; i < std::min((run + 1) * chunk, count); ++i) {
+      const int64_t end = std::min((run + 1) * chunk, count);
+      for (int64_t i = run * chunk; i < end; ++i) {
         int64_t index = i;
         size_t t = 0;
         while (index >= tiling.tiles[t].partitions * kv_heads) index -= tiling.tiles[t++].partitions * kv_heads;
@@ -190,7 +198,8 @@ void Program::attention(const Op& op, int thread) {
         const int64_t rows = int64_t{tile.end - tile.begin} * tiling.heads_per_kv;
         const int64_t first = (tile.first_partial + partition * rows) * kv_heads + kv_head * rows;
         float* base = reinterpret_cast<float*>(partials_.data()) + first * (width + 2);
-        attend_partition(op, tile, kv_head, static_cast<int32_t>(partition), args, base + rows * width,
+        attend_partition(op, tile, kv_head, static_cast<int32_t>(partition),
+                         i + 1 < end && partition + 1 < tile.partitions, args, base + rows * width,
                          base + rows * (width + 1), base);
       }
     });

@@ -24,7 +24,7 @@ void KvGroup::reserve(int32_t blocks) {
   Memory piece(more * block_bytes());
   blocks_.reserve(blocks_.size() + more);
   pool_.push_back(std::move(piece));
-  for (size_t i = 0; i < more; ++i) blocks_.push_back(pool_.back().data() + i * block_bytes());
+  for (size_t i = 0; i < more; ++i) blocks_.push_back({pool_.back().data() + i * head_bytes_, more * head_bytes_});
 }
 
 void KvGroup::flush() const {

@@ -1,4 +1,5 @@
-// A group of layers whose KV has one shape: a pool of blocks of 32 tokens, each holding all layers of the group.
+// A group of layers whose KV has one shape: a pool of blocks of 32 tokens, each for all layers of the group. Blocks
+// that were reserved together lie by layer and head, so that what attention reads of one head is one ascending stream.
 #pragma once
 
 #include <vector>
@@ -21,8 +22,8 @@ class KvGroup {
 
   // K is [k_dim][32], V is [32][v_stride]. int8: K [k_dim / 4][32][4], scales [32]; V scales [32], [8][v_stride][4].
   uint8_t* k(int32_t block, int32_t layer, int32_t head) const {
-    return blocks_[static_cast<size_t>(block)] + layer_bytes_ * static_cast<size_t>(layer) +
-           head_bytes_ * static_cast<size_t>(head);
+    const Place& p = blocks_[static_cast<size_t>(block)];
+    return p.first + p.stride * static_cast<size_t>(layer * desc_.kv_heads + head);
   }
   uint8_t* v(int32_t block, int32_t layer, int32_t head) const { return k(block, layer, head) + k_bytes_; }
 
@@ -30,8 +31,12 @@ class KvGroup {
   pe_kv_desc desc_;
   int32_t v_stride_;
   size_t k_bytes_, head_bytes_, layer_bytes_;
-  std::vector<Memory> pool_;      // one piece per growth
-  std::vector<uint8_t*> blocks_;  // into it
+  struct Place {
+    uint8_t* first;  // of layer 0, head 0
+    size_t stride;   // to the next head, or the next layer's first
+  };
+  std::vector<Memory> pool_;   // one piece per growth: [layer][head][block]
+  std::vector<Place> blocks_;  // into it
 };
 
 }  // namespace pe

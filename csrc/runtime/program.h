@@ -118,8 +118,8 @@ class Program {
   // attention.cc
   void attention(const Op& op, int thread);
   AttentionArgs tile_rows(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
-  void attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, AttentionArgs& args,
-                        float* max, float* sum, float* acc);
+  void attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, bool more,
+                        AttentionArgs& args, float* max, float* sum, float* acc);
   void attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
   void merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
   void quantize_heads(const Op& op, const TokenTile& tile, int64_t kv_head);

@@ -29,9 +29,10 @@ inline void each_pass(int rows, Pass&& pass) {
   }
 }
 
-// next: what is read after this block, of the same size; it is asked for while this block is computed
+// What comes later is asked for while this is computed: V of a partition during its scores, the next partition's K
+// during its values.
 template <int DTYPE, int R>
-void score_rows(const AttentionArgs& a, int row, const uint8_t* block, const uint8_t* next, float* out) {
+void score_rows(const AttentionArgs& a, int row, const uint8_t* block, const uint8_t* values, float* out) {
   constexpr int64_t kLine = kKvBlock * (DTYPE == PE_KV_F32 ? 4 : 2);  // bytes of one column of K
   const float* q[R];
   F low[R], high[R];
@@ -41,7 +42,7 @@ void score_rows(const AttentionArgs& a, int row, const uint8_t* block, const uin
   }
   for (int64_t d = 0; d < a.k_dim; ++d) {
     if (row == 0)
-      for (int64_t i = 0; i < kLine; i += 64) simd::prefetch(next + d * kLine + i);
+      for (int64_t i = 0; i < kLine; i += 64) simd::prefetch(values + d * kLine + i);
     const F k0 = load_kv<DTYPE>(block, d * kKvBlock), k1 = load_kv<DTYPE>(block, d * kKvBlock + 16);
     PE_UNROLL for (int r = 0; r < R; ++r) {
       const F x = simd::set1(q[r][d]);
@@ -65,7 +66,7 @@ void value_rows(const AttentionArgs& a, int row, int64_t column, int first, int 
   for (int b = first / kKvBlock; b * kKvBlock < last; ++b) {
     const int begin = b * kKvBlock < first ? first : b * kKvBlock;
     const int end = (b + 1) * kKvBlock < last ? (b + 1) * kKvBlock : last;
-    const uint8_t* next = a.v_blocks[(b + 1) * kKvBlock < last ? b + 1 : b];
+    const uint8_t* next = a.next_k_blocks ? a.next_k_blocks[b] : a.v_blocks[b];
     for (int k = begin; k < end; ++k) {
       const int64_t at = (k - b * kKvBlock) * static_cast<int64_t>(a.v_stride) + column;
       if (row == 0)
@@ -128,14 +129,14 @@ void attention_partition(const AttentionArgs& a) {
   }
   const int low = first / kKvBlock * kKvBlock, high = (last + kKvBlock - 1) / kKvBlock * kKvBlock;
   for (int b = low / kKvBlock; b * kKvBlock < high; ++b) {
-    const uint8_t* next = (b + 1) * kKvBlock < high ? a.k_blocks[b + 1] : a.v_blocks[low / kKvBlock];
+    const uint8_t *keys = a.k_blocks[b], *values = a.v_blocks[b];
     float* out = a.scores + b * kKvBlock;
     if constexpr (DTYPE == PE_KV_INT8)
       each_pass<simd::kByteRows>(
-          a.rows, [&]<int R>(int row) { score_rows_int8<R>(a, row, a.k_blocks[b], next, out + row * kPartition); });
+          a.rows, [&]<int R>(int row) { score_rows_int8<R>(a, row, keys, values, out + row * kPartition); });
     else
       each_pass<simd::kScoreRows>(
-          a.rows, [&]<int R>(int row) { score_rows<DTYPE, R>(a, row, a.k_blocks[b], next, out + row * kPartition); });
+          a.rows, [&]<int R>(int row) { score_rows<DTYPE, R>(a, row, keys, values, out + row * kPartition); });
   }
   for (int r = 0; r < a.rows; ++r) {
     float* s = a.scores + r * kPartition;

@@ -74,7 +74,7 @@ inline I start_digits(int32_t negative) {
 inline F join_digits(I high, I low) { return simd::fma(simd::to_float(high), simd::set1(255.0f), simd::to_float(low)); }
 
 template <int R>
-void score_rows_int8(const AttentionArgs& a, int row, const uint8_t* block, const uint8_t* next, float* out) {
+void score_rows_int8(const AttentionArgs& a, int row, const uint8_t* block, const uint8_t* values, float* out) {
   const int64_t quads = (a.k_dim + 3) / 4, wide = (a.k_dim + 15) / 16 * kDigitBytes;
   const int8_t* q[R];
   DigitRow rows[R];
@@ -87,8 +87,8 @@ void score_rows_int8(const AttentionArgs& a, int row, const uint8_t* block, cons
   }
   for (int64_t d = 0; d < quads; ++d) {
     if (row == 0) {
-      simd::prefetch(next + d * 128);
-      simd::prefetch(next + d * 128 + 64);
+      simd::prefetch(values + d * 128);
+      simd::prefetch(values + d * 128 + 64);
     }
     const simd::B k0 = simd::bload(block + d * 128), k1 = simd::bload(block + d * 128 + 64);
     const int64_t at = d / 4 * kDigitBytes + d % 4 * 4;
@@ -101,8 +101,8 @@ void score_rows_int8(const AttentionArgs& a, int row, const uint8_t* block, cons
   }
   const float* scales = reinterpret_cast<const float*>(block + quads * 128);
   if (row == 0) {
-    simd::prefetch(next + quads * 128);
-    simd::prefetch(next + quads * 128 + 64);
+    simd::prefetch(values + quads * 128);
+    simd::prefetch(values + quads * 128 + 64);
   }
   PE_UNROLL for (int r = 0; r < R; ++r) {
     const F scale = simd::set1(rows[r].scale * a.scale);
@@ -155,7 +155,7 @@ void value_rows_int8(const AttentionArgs& a, int row, int64_t column, int first,
     const int begin = b * kKvBlock < first ? first / 4 * 4 : b * kKvBlock;
     const int end = (b + 1) * kKvBlock < last ? (b + 1) * kKvBlock : last;
     const uint8_t* block = a.v_blocks[b] + kKvBlock * 4;
-    const uint8_t* next = a.v_blocks[(b + 1) * kKvBlock < last ? b + 1 : b] + kKvBlock * 4;
+    const uint8_t* next = a.next_k_blocks ? a.next_k_blocks[b] : a.v_blocks[b];
     for (int k = begin; k < end; k += 4) {
       const int64_t place = ((k - b * kKvBlock) / 4 * static_cast<int64_t>(a.v_stride) + column) * 4;
       const int64_t at = k / 16 * kDigitBytes + k % 16;

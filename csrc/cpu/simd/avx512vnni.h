@@ -125,8 +125,9 @@ inline I dot4_u4(I acc, B w, const int8_t* p) {
 }
 inline I dot4_u8(I acc, B w, const int8_t* p) { return dot4_u4(acc, w, p); }
 
-// into the second level: prefetches into the first wait for its few miss buffers
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// Into the second level: prefetches into the first wait for its few miss buffers. Not the intrinsic: gcc takes a
+// function that only prefetches for one without effect and drops its calls.
+inline void prefetch(const void* p) { asm volatile("prefetcht1 %0" ::"m"(*static_cast<const char*>(p))); }
 template <class T>
 inline void keep(T& x) {
   __asm__ volatile("" : "+v"(x));

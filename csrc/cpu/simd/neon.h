@@ -304,7 +304,8 @@ inline void tile_sums_rest(I* sums, const int8_t* q, int64_t stride, const uint8
 }
 #endif
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// not the builtin: gcc takes a function that only prefetches for one without effect and drops its calls
+inline void prefetch(const void* p) { asm volatile("prfm pldl2keep, %a0" ::"p"(p)); }
 template <class T>
 inline void keep(T& x) {
   __asm__ volatile("" : "+w"(x.a), "+w"(x.b), "+w"(x.c), "+w"(x.d));
