@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pyengine.errors import TokenizerError as TokenizerError
     from pyengine.errors import UnsupportedModelError as UnsupportedModelError
     from pyengine.generate import GenerationResult as GenerationResult
+    from pyengine.reports.account import Account as Account
+    from pyengine.reports.account import account as account
 
 __version__ = "0.1.0"
 
@@ -51,9 +53,10 @@ _ERRORS = (
 )
 _ENGINE = ("Engine", "load")
 _GENERATE = ("GenerationResult",)
+_ACCOUNT = ("Account", "account")
 _MODULES = ("errors", "kernels")
 
-__all__ = [*_ENGINE, *_GENERATE, *_ERRORS, *_MODULES, "__version__"]
+__all__ = [*_ENGINE, *_GENERATE, *_ACCOUNT, *_ERRORS, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -66,6 +69,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module("pyengine.engine"), name)
     elif name in _GENERATE:
         value = getattr(importlib.import_module("pyengine.generate"), name)
+    elif name in _ACCOUNT:
+        value = getattr(importlib.import_module("pyengine.reports.account"), name)
     else:
         raise AttributeError(f"module 'pyengine' has no attribute '{name}'")
     globals()[name] = value

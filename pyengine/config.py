@@ -59,7 +59,11 @@ def load_model_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
     """
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder}: no such folder; expected a model folder with config.json")
-    config = ConfigValues.read(folder / "config.json")
+    return model_spec(ConfigValues.read(folder / "config.json"), folder, strict=strict)
+
+
+def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool = False) -> ModelSpec:
+    """The same from what config.json holds; generation_config.json is looked for in `folder`."""
     architecture, family = _family(config)
     config = config.with_defaults(family.defaults)
     quantization = config.values.get("quantization_config")
@@ -228,14 +232,14 @@ def _windows(config: ConfigValues, family: Family, count: int) -> list[int | Non
     return by_type
 
 
-def _special_ids(folder: Path, config: ConfigValues, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+def _special_ids(folder: Path | None, config: ConfigValues, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     """BOS, and the union of the EOS ids of config.json and generation_config.json."""
     bos = config.values.get("bos_token_id")
     if bos is not None:
         bos = config.integer("bos_token_id", 0, vocab_size - 1)
     eos = _eos_ids(config, vocab_size)
-    path = folder / "generation_config.json"
-    if path.exists() or path.is_symlink():
+    path = None if folder is None else folder / "generation_config.json"
+    if path is not None and (path.exists() or path.is_symlink()):
         generation = ConfigValues.read(path)
         eos += _eos_ids(generation, vocab_size)
         for key, low, high in (("temperature", 0, None), ("top_p", 0, 1), ("min_p", 0, 1), ("top_k", -1, None)):

@@ -110,6 +110,36 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
     return _download(name, revision, command, log)
 
 
+def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
+    """The config.json of MODEL, without its weights: a file, that of a folder, of the hub cache, or downloaded alone.
+
+    Errors: as `resolve`, but a file is taken for a config.
+    """
+    path = Path(model).expanduser()
+    try:
+        exists = bool(model.strip()) and path.exists()
+    except (OSError, ValueError):  # a name too long, or one with a NUL
+        exists = False
+    if exists and not path.is_dir() and path.suffix != ".gguf":
+        return path
+    match = HUB_ID.fullmatch(model)
+    if match is None or ".." in model or exists:
+        return resolve(model, offline=True, log=log) / "config.json"
+    name, revision = match["name"], match["revision"]
+    found = cached_snapshot(name, revision)
+    if found is not None and (found / "config.json").exists():
+        return found / "config.json"
+    command = f"hf download {name} config.json" + (f" --revision {revision}" if revision else "")
+    if is_offline(offline):
+        raise ModelNotFoundError(f"{model}: not a folder, not in the hub cache, and offline; run `{command}`")
+    from huggingface_hub import hf_hub_download
+
+    def fetch() -> Path:
+        return Path(hf_hub_download(name, "config.json", revision=revision, cache_dir=hub_cache()))
+
+    return _from_hub(name, revision, command, fetch)
+
+
 def _is_wanted(name: str) -> bool:
     """Whether the engine reads this file of a repository: the rule that the hub client applies to the patterns."""
     return any(fnmatch(name, p) for p in PATTERNS) and not any(fnmatch(name, p) for p in IGNORED)
@@ -118,10 +148,9 @@ def _is_wanted(name: str) -> bool:
 def _download(name: str, revision: str | None, command: str, log: Log) -> Path:
     """Fetch what an engine reads into the hub cache. HF_TOKEN and HF_ENDPOINT are the hub client's own."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    try:
+    def fetch() -> Path:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
         wanted = {f.rfilename for f in files if _is_wanted(f.rfilename)}
         size = sum(f.size or 0 for f in files if f.rfilename in wanted)
@@ -137,6 +166,16 @@ def _download(name: str, revision: str | None, command: str, log: Log) -> Path:
                 ignore_patterns=IGNORED,
             )
         )
+
+    return _from_hub(name, revision, command, fetch)
+
+
+def _from_hub(name: str, revision: str | None, command: str, fetch: Callable[[], Path]) -> Path:
+    """What `fetch` downloads; the hub client's errors as our own."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return fetch()
     except GatedRepoError:
         raise ModelNotFoundError(f"{name}: gated; accept its licence, set HF_TOKEN and run `{command}`") from None
     except RevisionNotFoundError:

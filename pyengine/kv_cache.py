@@ -19,6 +19,14 @@ Int32 = npt.NDArray[np.int32]
 KV_DTYPES = ("bf16", "f32", "int8")
 
 
+def token_bytes(kv_heads: int, k_dim: int, v_dim: int, kv_dtype: str) -> int:
+    """Of one token in one layer: K [k_dim], V [v_dim rounded up to 16] per head, and in int8 a scale for each."""
+    element = {"f32": 4, "bf16": 2, "int8": 1}[kv_dtype]
+    scale, step = (4, 4) if kv_dtype == "int8" else (0, 1)
+    k, v = -(-k_dim // step) * step, -(-v_dim // 16) * 16
+    return kv_heads * (k * element + v * element + (scale if k else 0) + (scale if v else 0))
+
+
 class KvPool:
     """The pools of one engine: free blocks by group, grown as needed. kv_dtype: one of KV_DTYPES."""
 

@@ -50,6 +50,20 @@ class Quantization:
         return self.quant in ("int8", "int4")
 
 
+def packed_bytes(packed: PackedFormat, rows: int, cols: int) -> int:
+    """Bytes of a packed matrix [rows, cols], its header of 64 bytes not counted (docs/packed_formats.md)."""
+
+    def up(n: int, step: int) -> int:
+        return -(-n // step) * step
+
+    step = {Format.F32: 1, Format.BF16: 2, Format.INT8: 4, Format.INT4_SYM: 8, Format.INT4_MIN: 8}[packed.format]
+    groups = -(-cols // packed.group) if packed.group else 0
+    before = 64 + up(32 * groups, 64) if groups else 0
+    if packed.format == Format.INT4_MIN:
+        before = 128 + 2 * up(16 * groups, 64)
+    return -(-rows // 16) * up(before + 64 * up(cols, step) // step, 64)
+
+
 def choose(quant: str, group_size: int | None = None, scheme: str | None = None) -> Quantization:
     """The formats of `quant` ("f32", "bf16", "int8", "int4"), its group size and int4 scheme.
 

@@ -79,11 +79,27 @@ def log(args: argparse.Namespace) -> Any:
     return write
 
 
-def model_folder(args: argparse.Namespace, *, degrid_demo: bool = False) -> Path:
-    """The local folder of MODEL: a path, a hub id found in the cache or downloaded, or without MODEL the demo."""
+def model_name(args: argparse.Namespace) -> str | None:
+    """MODEL as it was given, once."""
     if args.model is not None and args.model_positional is not None:
         raise RequestError(f"two models: {args.model_positional!r} and -m {args.model!r}; expected one")
-    model = args.model if args.model is not None else args.model_positional
+    name: str | None = args.model if args.model is not None else args.model_positional
+    return name
+
+
+def config_file(args: argparse.Namespace) -> Path:
+    """The config.json of MODEL, or the file that MODEL is; of a hub id nothing else is downloaded."""
+    model = model_name(args)
+    if model is None:
+        return model_folder(args) / "config.json"
+    from pyengine import hub
+
+    return hub.config_file(model, offline=args.offline)
+
+
+def model_folder(args: argparse.Namespace, *, degrid_demo: bool = False) -> Path:
+    """The local folder of MODEL: a path, a hub id found in the cache or downloaded, or without MODEL the demo."""
+    model = model_name(args)
     if model is None:
         from pyengine import demo
 

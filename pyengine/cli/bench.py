@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyengine.cli import _options, _output
 from pyengine.errors import RequestError, ResourceError
+from pyengine.reports.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,18 +119,6 @@ def made_of(rows: Sequence[Row | KernelRow]) -> str:
     if any(row.steady is False for row in rows):
         lines.append("unsteady: no round was left, and all are used.")
     return "\n".join(lines)
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A markdown table, the first column to the left."""
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]) + " |"
-
-    rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
-    return "\n".join([line(head), rule, *map(line, rows)])
 
 
 def machine_lines(machine: dict[str, Any]) -> str:

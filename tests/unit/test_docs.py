@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pyengine.reports.account_encoders import BUILDERS
+from pyengine.reports.account_families import FAMILIES
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TREES = ("pyengine", "csrc", "tests", "tools")
@@ -43,6 +46,15 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     files = {path.name for tree in TREES for path in (ROOT / tree).rglob("*") if path.is_file()}
     for name in re.findall(r"`([\w-]+\.(?:py|cc|h|pyi|md))`", text):
         assert name in files or (ROOT / "docs" / name).is_file(), f"{page.name}: {name}"
+
+
+def test_the_families_that_account_knows_are_listed() -> None:
+    rows = re.findall(
+        r"^\| (?:decoders|with experts|with an encoder) \| (.*) \|$", text_of("accounting.md"), re.MULTILINE
+    )
+    named = set(re.findall(r"\b[a-z][a-z_]*\d?\w*\b", re.sub(r"\(.*?\)", "", " ".join(rows))))
+    assert len(rows) == 3
+    assert named == {*FAMILIES, *BUILDERS}
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "adding_a_kernel.md"])
