@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from pyengine.reports.account import Account
 
 
+# The same colour for the same thing in every chart.
+COLOURS = {
+    "FFN": 0, "attention": 1, "attention: projections": 1, "attention: scores": 2, "KV cache": 2, "embedding": 4,
+    "head": 3, "norms": 6, "router": 5, "other": 7,
+}  # fmt: skip
+MEMORY = {"weights": 7, "KV cache": 2, "activations": 5, "available": 6}
+
+
 def page(a: Account) -> str:
     return html.page(f"{a.model}: parameters, FLOPs and bytes", _body(a))
 
@@ -36,22 +44,20 @@ def _body(a: Account) -> str:
 
 def _parameters(a: Account) -> str:
     p = a.parameters
-    names = [text.NAMES[group] for group in GROUPS]
     bars = [Bar("all", {text.NAMES[g]: p[g] for g in GROUPS}, short(p["total"]))]
     if p["active"] != p["total"]:
         used = {g: sum(part.active * part.size for part in a.anatomy.main if part.group == g) for g in GROUPS}
         bars.append(Bar("of a token", {text.NAMES[g]: used[g] for g in GROUPS}, short(p["active"])))
-    chart = html.stacked_bars("Parameters by part", names, bars)
+    chart = html.stacked_bars("Parameters by part", COLOURS, bars)
     return html.section("Parameters", chart, html.table(["part", "parameters", "share"], text.parameter_rows(a)))
 
 
 def _flops(a: Account) -> str:
-    names = [text.NAMES[group] for group in text.FLOPS]
     bars = [
         Bar(f"context {context:,}", {text.NAMES[g]: flops[g] for g in text.FLOPS}, short(flops["total"]))
         for context, flops in a.flops_by_context().items()
     ]
-    chart = html.stacked_bars("FLOPs of a token by part", names, bars, fractions=True)
+    chart = html.stacked_bars("FLOPs of a token by part", COLOURS, bars, fractions=True)
     return html.section(
         "FLOPs per token", chart, html.table(*text.flops_table(a)), html.paragraph(text.crossover_line(a))
     )
@@ -61,13 +67,12 @@ def _bytes(a: Account) -> str:
     parts = [html.table(*text.bytes_table(a))]
     if a.decodes:
         kv = sum(s.read_bytes(a.context, a.kv_dtype) for s in a.anatomy.attention)
-        names = [*(text.NAMES[g] for g in GROUPS if g not in ("embedding", "norm")), "KV cache"]
         bars = []
         for fmt in a.weight_bytes:
             reads = {text.NAMES[g]: n for g, n in a.anatomy.step_bytes(quantize.choose(fmt)).items()}
             bars.append(Bar(fmt, {**reads, "KV cache": kv}, short(sum(reads.values()) + kv) + "B"))
         title = f"Bytes of a decode step at context {a.context:,}, KV cache in {a.kv_dtype}"
-        parts = [html.paragraph(title), html.stacked_bars(title, names, bars), *parts]
+        parts = [html.paragraph(title), html.stacked_bars(title, COLOURS, bars), *parts]
     return html.section("Bytes", *parts)
 
 
@@ -76,7 +81,7 @@ def _memory(a: Account) -> str:
     bars = [Bar("needed", needs, short(a.needed_bytes) + "B")]
     if a.room.available is not None:
         bars.append(Bar("available", {"available": a.room.available}, short(a.room.available) + "B"))
-    chart = html.stacked_bars("Memory", [*needs, "available"], bars)
+    chart = html.stacked_bars("Memory", MEMORY, bars)
     return html.section("Memory", chart, *map(html.paragraph, text.memory_lines(a)))
 
 

@@ -17,7 +17,7 @@ from pyengine.errors import RequestError, ResourceError
 CLASS = "pyengine-report"
 WIDTH, LABEL, END, ROW, BAR = 1000, 130, 110, 34, 22  # of a chart, in its own units; END: room for a row's total
 CHARACTER = 7.2  # width of one, about
-LIGHT = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b7791f", "#97266d", "#4a5568", "#0987a0")
+LIGHT = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#975a16", "#97266d", "#4a5568", "#0987a0")
 DARK = ("#63b3ed", "#f6ad55", "#68d391", "#b794f4", "#f6e05e", "#f687b3", "#a0aec0", "#76e4f7")
 
 
@@ -98,13 +98,11 @@ class Bar:
     end: str = ""
 
 
-def stacked_bars(title: str, series: Sequence[str], bars: Sequence[Bar], *, fractions: bool = False) -> str:
-    """Bars of one scale, or (fractions) each as parts of its own whole; a part's colour is its place in `series`.
+def stacked_bars(title: str, series: Mapping[str, int], bars: Sequence[Bar], *, fractions: bool = False) -> str:
+    """Bars of one scale, or (fractions) each as parts of its own whole. series: parts in order -> number of a colour.
 
-    Parts that are 0 are left out. At most as many series as there are colours.
+    Parts that are 0 are left out. There are as many colours as in LIGHT.
     """
-    if len(series) > len(LIGHT):
-        raise ValueError(f"{len(series)} series; expected at most {len(LIGHT)}")
     longest = max((sum(bar.parts.values()) for bar in bars), default=0.0)
     room = WIDTH - LABEL - END
     drawn = []
@@ -114,13 +112,13 @@ def stacked_bars(title: str, series: Sequence[str], bars: Sequence[Bar], *, frac
         x, y = float(LABEL), row * ROW + (ROW - BAR) / 2
         middle = y + BAR / 2 + 4.5
         drawn.append(f'<text x="{LABEL - 8}" y="{middle:.1f}" text-anchor="end">{escape(bar.label)}</text>')
-        for place, name in enumerate(series):
+        for name, colour in series.items():
             value = bar.parts.get(name, 0.0)
             if not value:
                 continue
             width, share = value * scale, f"{100 * value / whole:.1f} %"
             drawn.append(
-                f'<rect class="s{place}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{BAR}">'
+                f'<rect class="s{colour}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{BAR}">'
                 f"<title>{escape(f'{bar.label}, {name}: {share}')}</title></rect>"
             )
             if width > CHARACTER * len(share) + 8:
@@ -128,7 +126,7 @@ def stacked_bars(title: str, series: Sequence[str], bars: Sequence[Bar], *, frac
                 drawn.append(f'<text class="on" {at}>{share}</text>')
             x += width
         drawn.append(f'<text x="{x + 8:.2f}" y="{middle:.1f}">{escape(bar.end)}</text>')
-    used = [(i, name) for i, name in enumerate(series) if any(bar.parts.get(name) for bar in bars)]
+    used = [(i, name) for name, i in series.items() if any(bar.parts.get(name) for bar in bars)]
     legend = "".join(f'<span class="key s{i}"></span>{escape(name)}' for i, name in used)
     height = max(len(bars), 1) * ROW
     return (
