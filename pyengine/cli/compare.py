@@ -25,6 +25,15 @@ def add_parser(commands: Any) -> None:
         description="KL(stored precision || quantized), top-1 agreement and perplexity over a text.",
     )
     _options.add_model(parser)
+    measure = add_measurement(parser)
+    measure.add_argument("--max-kld", type=float, metavar="X", help="exit 7 if the mean KL is above X nats")
+    _options.add_engine(parser)
+    _options.add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def add_measurement(parser: argparse.ArgumentParser) -> Any:
+    """The options of the text and its windows; returns their group."""
     measure = parser.add_argument_group("measurement")
     measure.add_argument("--text", metavar="FILE", help="UTF-8 text to measure on (default: the one shipped)")
     measure.add_argument(
@@ -32,10 +41,18 @@ def add_parser(commands: Any) -> None:
     )
     measure.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens run in all (4096)")
     measure.add_argument("--window", type=int, default=512, metavar="N", help="tokens with one context (512)")
-    measure.add_argument("--max-kld", type=float, metavar="X", help="exit 7 if the mean KL is above X nats")
-    _options.add_engine(parser)
-    _options.add_common(parser)
-    parser.set_defaults(run=run)
+    return measure
+
+
+def measured_folder(args: argparse.Namespace) -> Path:
+    """The folder of MODEL, or the demo's off-grid twin; a warning if it was made from a 4-bit file."""
+    folder = _options.model_folder(args, degrid_demo=True)
+    if (folder / SOURCE_MARK).exists() and not args.quiet:
+        _output.warning(
+            f"{folder} was made from a 4-bit file: its weights lie on a 4-bit grid, which flatters int4; "
+            f"without MODEL, {args.command} measures on an off-grid twin"
+        )
+    return folder
 
 
 def stored_precision(args: argparse.Namespace) -> argparse.Namespace:
@@ -65,12 +82,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"--max-kld {args.max_kld}; expected a finite number of at least 0")
     _options.engine_arguments(args)
     text = report.read_text(None if args.text is None else Path(args.text), offset=args.text_offset)
-    folder = _options.model_folder(args, degrid_demo=True)
-    if (folder / SOURCE_MARK).exists() and not args.quiet:
-        _output.warning(
-            f"{folder} was made from a 4-bit file: its weights lie on a 4-bit grid, which flatters int4; "
-            f"without MODEL, compare measures on an off-grid twin"
-        )
+    folder = measured_folder(args)
     with contextlib.ExitStack() as stack:
         baseline = stack.enter_context(_options.open_engine(stored_precision(args), folder, warn=False))
         quantized = stack.enter_context(_options.open_engine(args, folder))

@@ -125,10 +125,13 @@ def read_text(path: Path | None, *, offset: int = 0) -> TextSource:
     return TextSource(name=name, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), content=content)
 
 
-def make_windows(tokenizer: TextTokenizer, text: str, *, tokens: int, window: int) -> list[list[int]]:
-    """The text as tokens / window lists of `window` ids each, the model's own BOS first where it has one.
+def make_windows(
+    tokenizer: TextTokenizer, text: str, *, tokens: int, window: int, stride: int | None = None
+) -> tuple[list[list[int]], int]:
+    """The text as tokens / window lists of `window` ids, the model's own BOS first where it has one; and the stride.
 
-    Special tokens in the text are ordinary text. Errors: RequestError if the sizes do not fit each other or the text.
+    stride: tokens of text from one window to the next; None leaves no gap and no overlap. Special tokens in the text
+    are ordinary text. Errors: RequestError if the sizes do not fit each other or the text.
     """
     if window < 2 or window % 2:
         raise RequestError(f"window {window}; expected an even number of at least 2")
@@ -136,12 +139,42 @@ def make_windows(tokenizer: TextTokenizer, text: str, *, tokens: int, window: in
         raise RequestError(f"{tokens} tokens in windows of {window}; expected a multiple of the window")
     added = tokenizer.encode("", add_special_tokens=True)
     bos = added[:1] if added and added[0] == tokenizer.bos_token_id else []
-    step = window - len(bos)
+    size = window - len(bos)
+    step = size if stride is None else stride
+    if not 1 <= step <= size:
+        raise RequestError(f"stride {step}; expected 1 to {size}, the tokens of text in a window")
     count = tokens // window
     ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
-    if len(ids) < count * step:
-        raise RequestError(f"the text has {len(ids)} tokens; expected at least {count * step} (or fewer --tokens)")
-    return [bos + ids[i * step : (i + 1) * step] for i in range(count)]
+    needed = (count - 1) * step + size
+    if len(ids) < needed:
+        raise RequestError(f"the text has {len(ids)} tokens; expected at least {needed} (or fewer --tokens)")
+    return [bos + ids[i * step : i * step + size] for i in range(count)], step
+
+
+def softmax_parts(rows: Float32) -> tuple[Float32, Float32, Float64]:
+    """(x - max, exp of that, its sum) of each row of logits [R, V]."""
+    shifted = rows - rows.max(axis=1, keepdims=True)
+    exp = np.exp(shifted)
+    return shifted, exp, exp.sum(axis=1, dtype=np.float64)
+
+
+def position_nll(logits: Float32, targets: Sequence[int]) -> Float64:
+    """-log softmax(logits)[target] of each row, float64 [R], of logits float32 [R, V].
+
+    Errors: ValueError if the shapes differ, ComputeError if a logit is NaN or infinite.
+    """
+    if logits.ndim != 2 or len(targets) != len(logits):
+        raise ValueError(f"logits {logits.shape}, {len(targets)} targets; expected a target for each row")
+    target = np.asarray(targets, dtype=np.int64)
+    nll = np.empty(len(logits), np.float64)
+    step = max(1, BLOCK_ELEMENTS // max(logits.shape[1], 1))
+    for begin in range(0, len(logits), step):
+        block = slice(begin, begin + step)
+        shifted, _, total = softmax_parts(logits[block])
+        nll[block] = np.log(total) - shifted[np.arange(len(shifted)), target[block]]
+    if not np.isfinite(nll).all():
+        raise ComputeError("perplexity: NaN or Inf in the logits; expected finite numbers")
+    return nll
 
 
 def compare_rows(baseline: Float32, quantized: Float32, targets: Sequence[int]) -> PositionStatistics:
@@ -163,10 +196,8 @@ def compare_rows(baseline: Float32, quantized: Float32, targets: Sequence[int]) 
         p, q = baseline[block], quantized[block]
         at = np.arange(len(p)), target[block]
         agreement[block] = p.argmax(axis=1) == q.argmax(axis=1)
-        p, q = p - p.max(axis=1, keepdims=True), q - q.max(axis=1, keepdims=True)
-        exp_p = np.exp(p)
-        sum_p = exp_p.sum(axis=1, dtype=np.float64)
-        log_p, log_q = np.log(sum_p), np.log(np.exp(q).sum(axis=1, dtype=np.float64))
+        (p, exp_p, sum_p), (q, _, sum_q) = softmax_parts(p), softmax_parts(q)
+        log_p, log_q = np.log(sum_p), np.log(sum_q)
         nll_p[block], nll_q[block] = log_p - p[at], log_q - q[at]
         # sum_v P (log P - log Q) = sum_v P (p - q) - log sum exp p + log sum exp q, with P = exp(p) / sum exp p
         np.subtract(p, q, out=p)
@@ -192,7 +223,7 @@ def compare(
 
     Two windows' logits, [window / 2, V] float32 each, are all that is held at once.
     """
-    windows = make_windows(tokenizer, text.content, tokens=tokens, window=window)
+    windows, _ = make_windows(tokenizer, text.content, tokens=tokens, window=window)
     half = window // 2
     rows = list(range(half - 1, window - 1))  # the logits after token i score token i + 1
     parts: list[PositionStatistics] = []

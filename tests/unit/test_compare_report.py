@@ -84,13 +84,15 @@ def test_shapes_must_be_equal() -> None:
 
 def test_windows_are_consecutive_and_start_with_the_models_own_bos() -> None:
     text = "".join(chr(ord("a") + i % 26) for i in range(40))
-    plain = report.make_windows(ByteTokenizer(), text, tokens=24, window=8)
+    plain, stride = report.make_windows(ByteTokenizer(), text, tokens=24, window=8)
+    assert stride == 8
     assert plain == [list(text[i : i + 8].encode()) for i in (0, 8, 16)]
-    with_bos = report.make_windows(ByteTokenizer(bos=3), text, tokens=24, window=8)
+    with_bos, stride = report.make_windows(ByteTokenizer(bos=3), text, tokens=24, window=8)
+    assert stride == 7
     assert with_bos == [[3, *text[i : i + 7].encode()] for i in (0, 7, 14)]
     named_only = ByteTokenizer(bos=3)  # a BOS that the tokenizer has but does not add is not the model's habit
     named_only.adds_bos = False
-    assert report.make_windows(named_only, text, tokens=24, window=8) == plain
+    assert report.make_windows(named_only, text, tokens=24, window=8) == (plain, 8)
 
 
 def test_special_tokens_in_the_text_are_ordinary_text() -> None:
