@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.checkpoint import Checkpoint
-from pyengine.config import INERT, load_model_spec, model_spec
+from pyengine.config import INERT, model_spec
 from pyengine.config_values import ConfigValues
 from pyengine.errors import PyEngineError, UnsupportedModelError
 from pyengine.families import INERT as INERT_TENSORS
@@ -74,13 +74,12 @@ def read_anatomy(path: Path, *, strict: bool = False) -> Anatomy:
     a family that is not known.
     """
     config = ConfigValues.read(path)
-    folder = path.parent if path.name == "config.json" else None
     try:
-        spec = model_spec(config, folder)
+        spec = model_spec(config)
     except UnsupportedModelError as error:
         return _plain(config, str(error), strict)
     if strict:
-        model_spec(config, folder, strict=True)
+        model_spec(config, strict=True)
     return of_spec(spec, stored_dtype(config))
 
 
@@ -184,7 +183,7 @@ def stored_parameters(path: Path, anatomy: Anatomy) -> tuple[int | None, str | N
             sizes = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
     except PyEngineError as error:
         return None, f"the weights beside the config were not counted: {error}"
-    used = expected_tensors(load_model_spec(folder)) if anatomy.not_run is None else None
+    used = expected_tensors(model_spec(ConfigValues.read(path))) if anatomy.not_run is None else None
     if used is None:
         counted = {name: size for name, size in sizes.items() if not name.endswith((*QUANTIZED, *INERT_TENSORS))}
     else:

@@ -121,6 +121,7 @@ def test_weights_that_are_there_are_compared(tmp_path: Path, capsys: Any) -> Non
     result = account(folder)
     assert result.stored_parameters == result.parameters["total"]
     assert "the files hold exactly those" in str(result)
+    (folder / "generation_config.json").write_text("not read")
     (folder / "model.safetensors").write_bytes(b"damaged")
     assert main(["account", str(folder)]) == 0
     out, err = capsys.readouterr()
