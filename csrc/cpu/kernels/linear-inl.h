@@ -10,10 +10,6 @@
 namespace {
 
 constexpr int64_t kAhead = 4096;  // bytes of software prefetch in front of a GEMV
-// Tokens up to which the processor's own prefetchers keep ahead of the weights by themselves, and software prefetch
-// only takes their place (on Zen 4 a third of the bandwidth at one token). With more, the stores of the outputs and the
-// longer arithmetic hold up the loads that would train them.
-constexpr int kSelfPrefetched = 4;
 
 template <int FORMAT>
 struct Weights {  // FORMAT: PE_INT8, PE_INT4_SYM, PE_INT4_MIN
@@ -160,7 +156,7 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
     }
     auto step = [&](int64_t k) __attribute__((always_inline)) {
       const simd::B b = simd::bload(data);
-      if (M > kSelfPrefetched) simd::prefetch(data + kAhead);
+      if (M > simd::kSelfPrefetched) simd::prefetch(data + kAhead);
       data += 64;
       PE_UNROLL for (int m = 0; m < M; ++m) {
         if (W::kBytes) {

@@ -24,6 +24,7 @@ constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
 constexpr int kValueColumns = 2;
 constexpr int kByteRows = 1;
+constexpr int kSelfPrefetched = 0;
 constexpr int kAffineCandidates = 1;
 constexpr int kScaleCandidates = 1;
 
