@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -49,6 +50,7 @@ GGUF_PEERS = ("llama-cpp-python", "ik-llama-cpp-python")
 PEERS = (*GGUF_PEERS, "ik-llama-cpp-python+repack", "ctranslate2")
 SIZES = ((6.5, "int4"), (12.25, "int8"), (math.inf, "bf16"))  # bits per weight below, pyengine's format
 SPARE_TOKENS = 8  # of context, past prompt and steps
+SETTLE_SECONDS = 0.1  # after a turn: threads of a pool spin for some ms before they sleep
 ANSWER_SECONDS = 900.0  # loading a model with calibration is the longest
 
 
@@ -101,6 +103,7 @@ class Worker:
             self.process.stdin.write(json.dumps({"prompt": prompt, "steps": steps}).encode() + b"\n")
             self.process.stdin.flush()
         seconds = self.take().get("seconds")
+        time.sleep(SETTLE_SECONDS)
         return None if seconds is None else (seconds[0], seconds[1])
 
     def __enter__(self) -> Worker:
@@ -129,7 +132,8 @@ def compete(
         for worker in workers:
             worker.run(prompt, steps)
         gauge.sample()
-        for _ in range(rounds):
+        for turn in range(rounds):
+            print(f"{contenders[0].against}: round {turn + 1} of {rounds}", file=sys.stderr)
             for worker in workers:
                 seconds = worker.run(prompt, steps)
                 if seconds is not None:
