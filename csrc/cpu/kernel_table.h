@@ -80,10 +80,10 @@ struct AttentionArgs {
   const uint8_t* const* k_blocks;  // of the partition's up to 8 blocks; only blocks with a wanted key are read
   const uint8_t* const* v_blocks;
   const uint8_t* const* next_k_blocks;  // what is read after this partition, or NULL; as many as there are V blocks
-  float* scores;   // [rows][256] scratch
-  float* max_out;  // [rows]
-  float* sum_out;  // [rows]
-  float* acc_out;  // [rows][v_stride], not yet divided by the sum
+  float* scores;                        // [rows][256] scratch
+  float* max_out;                       // [rows]
+  float* sum_out;                       // [rows]
+  float* acc_out;                       // [rows][v_stride], not yet divided by the sum
 };
 
 struct PackArgs {
@@ -124,7 +124,7 @@ struct KernelTable {
   double (*sum_exp)(const float* x, int64_t n, float max);                    // sum of exp(x - max)
   void (*pack_panel)(PackArgs* args);
   // limits of the machine
-  int32_t (*probe_read)(const uint8_t* p, int64_t bytes);  // sum of the int32 there
+  int32_t (*probe_read)(const uint8_t* p, int64_t bytes, bool prefetch);  // sum of the int32 there
   int32_t (*probe_int8)(int64_t rounds);
   float (*probe_f32)(int64_t rounds);
 };

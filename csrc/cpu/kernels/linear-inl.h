@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int64_t kAhead = 4096;  // bytes of software prefetch in front of a GEMV
+constexpr int64_t kAhead = 12288;      // bytes of software prefetch in front of a GEMV
+constexpr int64_t kAheadFloat = 8192;  // the same in front of each panel of float weights
 
 template <int FORMAT>
 struct Weights {  // FORMAT: PE_INT8, PE_INT4_SYM, PE_INT4_MIN
@@ -267,7 +268,7 @@ void block_float(const LinearArgs& a, int64_t panel, int64_t token0, int64_t val
     PE_UNROLL for (int p = 0; p < P; ++p) {
       F even, odd;
       float_step<FORMAT>(data[p], k, even, odd);
-      simd::prefetch(data[p] + (FORMAT == PE_F32 ? 64 : 32) * k + 2048);
+      if (M > simd::kSelfPrefetched) simd::prefetch(data[p] + (FORMAT == PE_F32 ? 64 : 32) * k + kAheadFloat);
       PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] =
           simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + k]), f[p][m]);
       PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] =

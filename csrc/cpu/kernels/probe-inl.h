@@ -4,8 +4,9 @@
 
 namespace {
 
-// Sum of the int32 in [p, p + bytes); bytes is a multiple of kProbeRead. One stream with prefetch, as the GEMV reads.
-int32_t probe_read(const uint8_t* p, int64_t bytes) {
+// Sum of the int32 in [p, p + bytes); bytes is a multiple of kProbeRead. One ascending stream, as a GEMV reads.
+template <bool PREFETCH>
+int32_t read_stream(const uint8_t* p, int64_t bytes) {
   constexpr int kLoads = kProbeRead / 64;
   I sum[kLoads];
   PE_UNROLL for (int i = 0; i < kLoads; ++i) sum[i] = simd::izero();
@@ -13,12 +14,16 @@ int32_t probe_read(const uint8_t* p, int64_t bytes) {
     PE_UNROLL for (int i = 0; i < kLoads; ++i) {
       const uint8_t* at = p + k + i * 64;
       sum[i] = simd::iadd(sum[i], simd::iload(reinterpret_cast<const int32_t*>(at)));
-      simd::prefetch(at + kAhead);
+      if (PREFETCH) simd::prefetch(at + 4096);
     }
   }
   I total = simd::izero();
   PE_UNROLL for (int i = 0; i < kLoads; ++i) total = simd::iadd(total, sum[i]);
   return reduce_add(total);
+}
+
+int32_t probe_read(const uint8_t* p, int64_t bytes, bool prefetch) {
+  return prefetch ? read_stream<true>(p, bytes) : read_stream<false>(p, bytes);
 }
 
 // `rounds` (at most kProbeRounds) times kProbeSteps dot4, in as many independent chains as a GEMM tile has. Returns

@@ -22,8 +22,8 @@ constexpr int kValueColumns = 4;
 constexpr int kByteRows = 3;  // query rows that share a load of an int8 K or V: gcc doubles accumulators of dot4
 // Tokens up to which the processor's own prefetchers keep ahead of the weights of a GEMV by themselves, and software
 // prefetch only takes their place (Zen 4: a third of the bandwidth at one token). With more, what is computed between
-// two loads holds them up (8 tokens: 8.7 ns a line without, 6.4 with, 6.0 from the cache).
-constexpr int kSelfPrefetched = 4;
+// two loads holds them up (int4, 8 tokens, 2 threads: 1040 us without, 780 with, 720 from the cache).
+constexpr int kSelfPrefetched = 2;
 constexpr int kAffineCandidates = 5;  // candidates of the int4 search that share a pass over a group
 constexpr int kScaleCandidates = 4;   // the same of symmetric int4 and of int8
 constexpr bool kSignedBytes = false;  // dot4_u8 takes the stored byte (value + 128) and needs the sum correction
