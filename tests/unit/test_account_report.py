@@ -40,8 +40,8 @@ FLOPS = {"ffn", "attention_projections", "lm_head", "attention_scores", "total"}
 @pytest.fixture(autouse=True)
 def _known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of this machine's speed or memory changes what a test sees."""
-    monkeypatch.setattr(account_module.machine, "measure", lambda _: LIMITS)
-    monkeypatch.setattr(account_module.machine, "compute_rate", lambda _, limit: 1e11)
+    monkeypatch.setattr(account_module.machine, "measure", lambda *_, **__: LIMITS)
+    monkeypatch.setattr(account_module.machine, "compute_rate", lambda _, limit, work: 1e11)
     monkeypatch.setattr(account_module.machine, "known_read", lambda _: None)
     monkeypatch.setattr(account_module, "memory_room", lambda: MemoryRoom(16_000_000_000, 32_000_000_000))
 

@@ -328,7 +328,7 @@ def test_tests_that_do_not_fit(folders: dict[str, Path], monkeypatch: pytest.Mon
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "others_running", lambda: 0)
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(machine, "measure", lambda backend, work: Limits(40.0, 900.0, 200.0))
+    monkeypatch.setattr(machine, "measure", lambda *_, **__: Limits(40.0, 900.0, 200.0))
 
 
 def test_bench_json_and_table(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -389,7 +389,7 @@ def test_a_machine_that_was_not_quiet_is_said_and_not_kept(
 ) -> None:
     quick(monkeypatch)
     reads = iter([30.0, 40.0, 39.0, 33.0, 38.0, 1.0, 2.0])
-    monkeypatch.setattr(machine, "measure", lambda backend, work: Limits(next(reads), 900.0, 200.0))
+    monkeypatch.setattr(machine, "measure", lambda *_, **__: Limits(next(reads), 900.0, 200.0))
     argv = ["bench", str(folders["llama"]), "-p", "4", "-n", "0", "--json", "-r"]
     assert main([*argv, "1"]) == 0
     out, err = capsys.readouterr()
@@ -408,7 +408,7 @@ def test_a_limit_that_never_stood_still_is_said(
 ) -> None:
     quick(monkeypatch)
     reads = iter([40.0, 70.0] * 4)
-    monkeypatch.setattr(machine, "measure", lambda backend, work: Limits(next(reads), 900.0, 200.0))
+    monkeypatch.setattr(machine, "measure", lambda *_, **__: Limits(next(reads), 900.0, 200.0))
     assert main(["bench", str(folders["llama"]), "-p", "4", "-n", "2", "-r", "2"]) == 0
     out, _ = capsys.readouterr()
     prompt, decode = (line for line in out.splitlines() if line.startswith(("| pp4", "| tg2")))

@@ -33,7 +33,7 @@ by_isa = pytest.mark.parametrize("isa", ISAS)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine of known limits, short runs, a cache of its own."""
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "measure", lambda backend, work: LIMITS)
+    monkeypatch.setattr(machine, "measure", lambda *_, **__: LIMITS)
     monkeypatch.setattr(ko, "RUN_BYTES", 1 << 16)
     monkeypatch.setattr(ko, "SMALL_COPIES", 3)
 

@@ -63,7 +63,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "peers", module)  # dataclasses look their module up
     spec.loader.exec_module(module)
-    monkeypatch.setattr(machine, "measure", lambda backend: Limits(40.0, 900.0, 200.0))
+    monkeypatch.setattr(machine, "measure", lambda *_, **__: Limits(40.0, 900.0, 200.0))
     return module
 
 
