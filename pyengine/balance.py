@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.checkpoint import as_float32
 from pyengine.spec import AttentionSpec, LayerSpec
-from pyengine.weights import Raw, as_float32
+from pyengine.weights import Raw
 
 LARGE = 16.0  # a bias up to here stays as it is (docs/packed_formats.md has what other sizes lose)
 

@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from pyengine import rope
 from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
-from pyengine.checkpoint import Checkpoint
+from pyengine.checkpoint import Checkpoint, as_float32
 from pyengine.decoder import Hooks, KvLayout, build_layer
 from pyengine.quantize import PackedFormat
 from pyengine.spec import LayerSpec, ModelSpec
-from pyengine.weights import Importance, Packer, Raw, TensorDesc, as_float32, pack_layer
+from pyengine.tensors import CanonicalTensors
+from pyengine.weights import Importance, Packer, Raw, TensorDesc, pack_layer
 
 CALIBRATION_TOKENS = 512
 TAP_OF = {"qkv": "attn_norm", "o": "attention", "gate_up": "ffn_norm", "down": "act"}
@@ -44,8 +45,8 @@ def mean_square(x: Float32) -> Float32:
 class ReusingPacker(Packer):
     """Gives a new layer the memory of the one before: fresh pages cost more than packing into them."""
 
-    def __init__(self, backend: Backend, checkpoint: Checkpoint) -> None:
-        super().__init__(backend, checkpoint)
+    def __init__(self, backend: Backend, source: CanonicalTensors) -> None:
+        super().__init__(backend, source)
         self.idle: dict[TensorDesc, list[int]] = {}
 
     def create(self, fmt: PackedFormat, rows: int, cols: int) -> int:
@@ -72,11 +73,11 @@ class Calibrator:
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, ids: list[int], *, threads: int, isa: str) -> None:
         """ids: token ids of the text, one sequence; the backend made here lives until the object does."""
-        self.checkpoint = checkpoint
+        self.source = CanonicalTensors(checkpoint, spec)
         self.spec = spec
-        self.hidden = checkpoint.read_rows("model.embed_tokens.weight", np.asarray(ids))
+        self.hidden = self.source.read_rows("model.embed_tokens.weight", np.asarray(ids))
         self.backend = Backend(threads, isa)
-        self.packer = ReusingPacker(self.backend, checkpoint)
+        self.packer = ReusingPacker(self.backend, self.source)
         self.taps: list[Float32] = []
         self.tokens = len(ids)
         blocks = -(-self.tokens // KV_BLOCK)
@@ -120,7 +121,7 @@ class Calibrator:
         self.packer.free()
         self.taps.clear()
         x = self.hidden.astype(np.float64)
-        norm = as_float32(self.checkpoint.read("model.norm.weight"))
+        norm = as_float32(self.source.read("model.norm.weight"))
         with np.errstate(invalid="ignore"):  # of a hidden state that holds Inf
             x = x / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.spec.rms_norm_eps) * norm
         return mean_square(x.astype(np.float32))

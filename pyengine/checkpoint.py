@@ -112,7 +112,7 @@ class Checkpoint:
 
     def read_float32(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor as float32 (exact for F16 and BF16, rounded for F64)."""
-        return _as_float32(self.read(name))
+        return as_float32(self.read(name))
 
     def read_rows(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Rows of a matrix [N, K] as float32 [len(rows), K], in the order asked for, reading only those.
@@ -131,7 +131,7 @@ class Checkpoint:
         for at, row in enumerate(rows):
             offset = info.begin + int(row) * columns * dtype.itemsize
             self._files[info.file].read_into(raw[at].view(np.uint8).data, offset)
-        return _as_float32(raw)
+        return as_float32(raw)
 
     def identity(self) -> list[tuple[str, int, int, str]]:
         """What the files were when they were opened: real path, bytes, time of change in ns, SHA-256 of the header."""
@@ -167,11 +167,13 @@ def _allocate(info: TensorInfo, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
         ) from None
 
 
-def _as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """A raw array of a checkpoint (uint16 = bfloat16 bits) as float32."""
     if raw.dtype == np.uint16:  # bfloat16 is the upper half of a float32
         wide: npt.NDArray[np.uint32] = np.left_shift(raw, np.uint32(16), dtype=np.uint32)
         return wide.view(np.float32)
-    return raw.astype(np.float32, copy=False)
+    with np.errstate(over="ignore"):  # a float64 past float32 becomes Inf, and is refused as that
+        return raw.astype(np.float32, copy=False)
 
 
 def _single_file(folder: Path) -> Path:

@@ -24,12 +24,12 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.decoder import BuiltProgram, Hooks, KvLayout, build
 from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
-from pyengine.families import check_tensors
 from pyengine.generate import GenerationResult, GenerationStream
 from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import ModelSpec, RopeSpec
+from pyengine.tensors import check_tensors
 from pyengine.tokenizer import Tokenizer
 from pyengine.weights import Progress
 from pyengine.weights_cache import DEFAULT_LIMIT_BYTES, WeightsCache, load_through

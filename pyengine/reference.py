@@ -20,8 +20,8 @@ from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError, UnsupportedModelError
-from pyengine.families import check_tensors, expected_tensors
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
+from pyengine.tensors import CanonicalTensors, check_tensors
 
 Array = NDArray[Any]
 QUERY_BLOCK = 128  # queries whose scores are held at once: memory grows with T, not with T squared
@@ -136,7 +136,7 @@ class ReferenceCache:
 
 
 class ReferenceModel:
-    """A decoder computed from its ModelSpec and its weights by Hugging Face name.
+    """A decoder computed from its ModelSpec and its weights by canonical name (tensors.py).
 
     Weights may be of any float dtype; each is converted to `dtype` where it is used, so a float64 run of a float32
     model does not hold a second copy of it.
@@ -266,6 +266,7 @@ def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceMode
     spec = load_model_spec(folder)
     with Checkpoint.open(folder) as checkpoint:
         check_tensors(spec, checkpoint.tensors, folder)
-        weights = {name: checkpoint.read_float32(name) for name in expected_tensors(spec)}
+        tensors = CanonicalTensors(checkpoint, spec)
+        weights = {name: tensors.read_float32(name) for name in tensors.tensors}
         checkpoint.verify_unchanged()
     return ReferenceModel(spec, weights, dtype)

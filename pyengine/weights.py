@@ -7,7 +7,7 @@ one layer's raw tensors (or a part of the embedding or the head) are held beside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine._core import Backend, Format
-from pyengine.checkpoint import Checkpoint
+from pyengine.checkpoint import Checkpoint, as_float32
 from pyengine.errors import ModelFormatError
-from pyengine.families import expected_tensors
 from pyengine.quantize import PackedFormat, Quantization
 from pyengine.spec import AttentionSpec, LayerSpec, ModelSpec
+from pyengine.tensors import CanonicalTensors, layer_tensors
 
 PANEL = 16
 CHUNK_BYTES = 32 << 20  # of the embedding and the head, as float32, read at a time
@@ -116,11 +116,11 @@ class ModelWeights:
 
 
 class Packer:
-    """Creates tensors in one backend from arrays of one checkpoint, and names the tensor in every error."""
+    """Creates tensors in one backend from arrays of one checkpoint; errors name the tensor as it is on disk."""
 
-    def __init__(self, backend: Backend, checkpoint: Checkpoint, *, strict: bool = False) -> None:
+    def __init__(self, backend: Backend, source: CanonicalTensors, *, strict: bool = False) -> None:
         self.backend = backend
-        self.checkpoint = checkpoint
+        self.source = source
         self.strict = strict
         self.made: dict[int, TensorDesc] = {}
         self.warnings: list[str] = []
@@ -149,12 +149,12 @@ class Packer:
 
         unit: rows that one step of the tensor's offset covers (16 for panels, 1 for rows).
         """
-        info = self.checkpoint.tensors[name]
+        info = self.source.tensors[name]
         rows, cols = info.shape
         step = max(1, CHUNK_BYTES // (4 * cols * unit)) * unit
         zero = True
         for begin in range(0, rows, step):
-            source = self.checkpoint.read_range(name, begin, min(begin + step, rows))
+            source = self.source.read_range(name, begin, min(begin + step, rows))
             if source.dtype != np.uint16 and unit == 1:
                 source = as_float32(source)
             zero = zero and is_zero(source)
@@ -180,9 +180,11 @@ class Packer:
     def not_finite(self, name: str, source: npt.NDArray[Any], first_row: int = 0) -> ModelFormatError:
         """The error that names the first NaN or Inf of `source`, which holds the tensor's rows from first_row on."""
         at = int(np.flatnonzero(~np.isfinite(as_float32(source)))[0])
-        value, flat = as_float32(source).reshape(-1)[at], first_row * source.shape[-1] + at
-        file = self.checkpoint.tensors[name].file
-        return ModelFormatError(f"{file}: tensor '{name}': {value} at flat index {flat}; expected finite values")
+        value, info = as_float32(source).reshape(-1)[at], self.source.tensors[name]
+        flat = self.source.flat_on_disk(name, first_row * source.shape[-1] + at)
+        return ModelFormatError(
+            f"{info.file}: tensor '{info.name}': {value} at flat index {flat}; expected finite values"
+        )
 
     def check_not_zero(self, name: str, source: npt.NDArray[Any]) -> None:
         if is_zero(source[:4]) and is_zero(source):
@@ -190,7 +192,8 @@ class Packer:
 
     def note_zero(self, name: str) -> None:
         """Warn of a tensor that is all zero: a file that was laid out and never filled. ModelFormatError if strict."""
-        text = f"{self.checkpoint.tensors[name].file}: tensor '{name}' is all zero"
+        info = self.source.tensors[name]
+        text = f"{info.file}: tensor '{info.name}' is all zero"
         if self.strict:
             raise ModelFormatError(f"{text}; expected weights")
         self.warnings.append(text)
@@ -218,18 +221,10 @@ def is_zero(raw: npt.NDArray[Any]) -> bool:
     return not (np.bitwise_and(raw, 0x7FFF) if raw.dtype == np.uint16 else raw).any()
 
 
-def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """A raw array of a checkpoint (uint16 = bfloat16 bits) as float32."""
-    if raw.dtype == np.uint16:
-        return (raw.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(over="ignore"):  # a float64 past float32 becomes Inf, and is refused as that
-        return raw.astype(np.float32, copy=False)
-
-
-def read_layer(checkpoint: Checkpoint, layer: LayerSpec, names: Collection[str]) -> Raw:
-    """The tensors of a layer that are among `names`, as stored, by the name behind `model.layers.<n>.`."""
-    prefix = f"model.layers.{layer.index}."
-    return {name[len(prefix) :]: checkpoint.read(name) for name in names if name.startswith(prefix)}
+def read_layer(source: CanonicalTensors, layer: LayerSpec) -> Raw:
+    """The tensors of a layer as stored, by the canonical name behind `model.layers.<n>.`."""
+    names = layer_tensors(layer, source.spec.hidden_size)
+    return {name: source.read(f"model.layers.{layer.index}.{name}") for name in names}
 
 
 def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, importance: Importance) -> LayerWeights:
@@ -287,14 +282,14 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
 
 def pack_table(packer: Packer, name: str, fmt: PackedFormat, importance: npt.NDArray[np.float32] | None = None) -> int:
     """One [vocab, hidden] tensor, packed."""
-    tensor = packer.create(fmt, *packer.checkpoint.tensors[name].shape)
+    tensor = packer.create(fmt, *packer.source.tensors[name].shape)
     packer.fill_rows(tensor, name, PANEL, importance)
     return tensor
 
 
 def pack_rows(packer: Packer, name: str) -> int:
     """An untied embedding stays row-major: bfloat16 as stored, everything else float32."""
-    info = packer.checkpoint.tensors[name]
+    info = packer.source.tensors[name]
     fmt = Format.ROWS_BF16 if info.dtype == "BF16" else Format.ROWS_F32
     tensor = packer.create(PackedFormat(fmt), *info.shape)
     packer.fill_rows(tensor, name, 1)
@@ -319,14 +314,14 @@ def load_weights(
     else they are in `warnings`.
     Errors: ModelFormatError for NaN/Inf or a file that changed, ResourceError when memory runs out.
     """
-    packer = Packer(backend, checkpoint, strict=strict)
+    source = CanonicalTensors(checkpoint, spec)
+    packer = Packer(backend, source, strict=strict)
     total = spec.num_layers + 1
-    names = expected_tensors(spec)
     weights = ModelWeights(NONE, NONE, NONE, [], quantization, packer.made, warnings=packer.warnings)
     for layer in spec.layers:
         if progress is not None:
             progress(layer.index, total, "loading")
-        raw = read_layer(checkpoint, layer, names)
+        raw = read_layer(source, layer)
         importance: Importance = observe(layer, raw) if observe is not None else {}
         if prepare is not None:
             raw = prepare(layer, raw)
@@ -339,7 +334,7 @@ def load_weights(
         del raw
     if progress is not None:
         progress(spec.num_layers, total, "loading")
-    weights.final_norm = packer.norm("model.norm.weight", checkpoint.read("model.norm.weight"))
+    weights.final_norm = packer.norm("model.norm.weight", source.read("model.norm.weight"))
     importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
         name = "model.embed_tokens.weight"

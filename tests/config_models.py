@@ -10,8 +10,8 @@ from refusal import assert_refused
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, PyEngineError, UnsupportedModelError
-from pyengine.families import check_tensors
 from pyengine.spec import ModelSpec
+from pyengine.tensors import check_tensors
 
 Config = dict[str, Any]
 Changes = dict[str, Any]

@@ -46,7 +46,7 @@ def describe(folder: Path, *, strict: bool) -> tuple[ModelSpec, dict[str, Any]]:
     """The spec, and the `inspect --json` object: folder, config (the spec's fields), tensors, totals and notes."""
     from pyengine.checkpoint import Checkpoint
     from pyengine.config import load_model_spec
-    from pyengine.families import check_tensors
+    from pyengine.tensors import check_tensors
 
     spec = load_model_spec(folder, strict=strict)
     with Checkpoint.open(folder) as checkpoint:

@@ -16,13 +16,13 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.config import INERT, model_spec
 from pyengine.config_values import ConfigValues
 from pyengine.errors import PyEngineError, UnsupportedModelError
-from pyengine.families import INERT as INERT_TENSORS
-from pyengine.families import QUANTIZED, expected_tensors
 from pyengine.reports.account_encoders import BUILDERS
 from pyengine.reports.account_families import FAMILIES, Decoder
 from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Part, Parts, merged
 from pyengine.spec import ModelSpec
 from pyengine.strict_json import shown
+from pyengine.tensors import INERT as INERT_TENSORS
+from pyengine.tensors import QUANTIZED, expected_tensors
 
 # An unread key whose name contains one of these may stand for weights.
 WEIGHT_WORDS = ("size", "dim", "layer", "expert", "lora", "rank", "head", "bias", "norm", "num_", "tie_", "vision")

@@ -286,7 +286,7 @@ def test_generation_config_is_refused(row: str, make: Callable[..., Path]) -> No
 def test_d42_more_weights_than_memory(tmp_path: Path) -> None:
     """A consistent model of a few terabytes in a sparse file: refused before anything of its size is allocated."""
     import pyengine
-    from pyengine.families import expected_tensors
+    from pyengine.tensors import expected_tensors
 
     config = {
         **LLAMA, "hidden_size": 1 << 16, "vocab_size": 1 << 20, "num_hidden_layers": 1000,

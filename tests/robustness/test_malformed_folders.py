@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, ModelNotFoundError, ResourceError, UnsupportedModelError
-from pyengine.families import check_tensors
+from pyengine.tensors import check_tensors
 
 INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))

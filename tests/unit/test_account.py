@@ -18,7 +18,7 @@ from pyengine import quantize
 from pyengine._core import Backend, Format
 from pyengine.config import load_model_spec
 from pyengine.config_values import ConfigValues
-from pyengine.families import FAMILIES, expected_tensors
+from pyengine.families import FAMILIES
 from pyengine.quantize import PackedFormat, packed_bytes
 from pyengine.reports.account import FORMATS, Account, account
 from pyengine.reports.account_families import FAMILIES as PLAIN
@@ -28,6 +28,7 @@ from pyengine.reports.account_read import read_anatomy
 from pyengine.reports.bench import ModelRunner
 from pyengine.reports.bench import Test as Case
 from pyengine.reports.machine import Limits
+from pyengine.tensors import expected_tensors
 
 LIMITS = Limits(read_gb_per_s=20.0, int8_gops=500.0, f32_gflops=100.0)
 LLAMA = REAL["Llama-3.1-8B"].config

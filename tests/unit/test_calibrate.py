@@ -16,8 +16,8 @@ import pyengine
 from pyengine.calibrate import CALIBRATION_TOKENS, TAP_OF, Calibrator, mean_square
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.families import expected_tensors
 from pyengine.reference import load_reference
+from pyengine.tensors import CanonicalTensors
 from pyengine.weights import read_layer
 
 VOCAB = 258
@@ -34,9 +34,9 @@ def test_importance_is_the_references_mean_square(tmp_path: Path, case: str) -> 
     spec = load_model_spec(tmp_path)
     with Checkpoint.open(tmp_path) as checkpoint:
         observe = Calibrator(checkpoint, spec, IDS, threads=2, isa="")
-        names = expected_tensors(spec)
+        source = CanonicalTensors(checkpoint, spec)
         for layer in spec.layers:
-            seen = observe(layer, read_layer(checkpoint, layer, names))
+            seen = observe(layer, read_layer(source, layer))
             assert set(seen) == set(TAP_OF)
             for matrix, tap in TAP_OF.items():
                 expected = mean_square(taps[tap][layer.index])

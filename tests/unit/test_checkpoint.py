@@ -20,7 +20,7 @@ from pyengine import safetensors_header
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, PyEngineError, RequestError, ResourceError, UnsupportedModelError
-from pyengine.families import check_tensors, expected_tensors
+from pyengine.tensors import check_tensors, expected_tensors
 
 RNG = np.random.default_rng(0)
 MATRIX = RNG.standard_normal((7, 5)).astype(np.float32)

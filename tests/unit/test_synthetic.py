@@ -16,7 +16,8 @@ from golden.golden_cases import CONFIGS
 import pyengine
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.families import FAMILIES, check_tensors, expected_tensors
+from pyengine.families import FAMILIES
+from pyengine.tensors import check_tensors, expected_tensors
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pyengine.config import load_model_spec
 from pyengine.errors import PyEngineError
-from pyengine.families import expected_tensors
+from pyengine.tensors import expected_tensors
 
 SHARD_BYTES = 2_000_000_000
 CHUNK_VALUES = 1 << 22  # drawn at a time

@@ -1,0 +1,278 @@
+"""Stage 2, tensors: which tensors a model needs, where a family's files keep them, and what else is in the files.
+
+Everything later asks for canonical names, which are Llama's. A family's `Names` say what they are called on disk, which
+are joined with others there and which are stored transposed; errors and notes give the names on disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
+from pyengine.errors import ModelFormatError, UnsupportedModelError
+from pyengine.families import FAMILIES, Names
+from pyengine.spec import LayerSpec, ModelSpec
+from pyengine.strict_json import shown
+
+LISTED = 10  # tensors that an error names
+INERT = (".inv_freq", ".masked_bias", ".attn.bias")  # endings of buffers that older files carry
+FLOATS = ("F32", "F16", "BF16")
+# Endings of tensors that only quantized checkpoints have.
+QUANTIZED = (
+    ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax",
+    ".biases", ".input_scale", ".weight_zero_point", ".quant_map",
+)  # fmt: skip
+
+Shape = tuple[int, ...]
+
+
+# ---- canonical names ------------------------------------------------------------------------------------------------
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
+    """Canonical name -> shape of every tensor the model needs."""
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in spec.layers:
+        p = f"model.layers.{layer.index}."
+        shapes |= {p + name: shape for name, shape in layer_tensors(layer, hidden).items()}
+    return shapes
+
+
+def layer_tensors(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+    """The same of one layer, by the name behind `model.layers.<n>.`."""
+    a, f = layer.attention, layer.ffn
+    q, kv, inter = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, f.intermediate_size
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    for name, rows, cols, bias in (
+        ("self_attn.q_proj", q, hidden, a.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, a.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, a.qkv_bias),
+        ("self_attn.o_proj", hidden, q, a.o_bias),
+        ("mlp.gate_proj", inter, hidden, f.bias),
+        ("mlp.up_proj", inter, hidden, f.bias),
+        ("mlp.down_proj", hidden, inter, f.bias),
+    ):
+        shapes[f"{name}.weight"] = (rows, cols)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if a.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (a.head_dim,)
+    return shapes
+
+
+# ---- names on disk --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a canonical tensor is: rows begin .. end - 1 of a tensor on disk, or all of it."""
+
+    name: str  # on disk
+    shape: Shape  # of the whole tensor on disk
+    rows: tuple[int, int] | None = None  # None: all; counted after transposing
+    transposed: bool = False  # stored [in, out]
+
+
+class NamesOnDisk:
+    """A family's `Names` for the files at hand: of several prefixes, the one that they use."""
+
+    def __init__(self, names: Names, tensors: Mapping[str, TensorInfo]) -> None:
+        self.names = names
+        self.tensors = tensors
+        embed = names.renames.get("embed_tokens", "embed_tokens") + ".weight"
+        found = [prefix for prefix in names.prefixes if prefix + embed in tensors]
+        self.prefix = found[0] if found else names.prefixes[0]
+        # what wraps the whole language model wraps its head too
+        self.head = (self.prefix[: -len("model.")] if self.prefix.endswith(".model.") else "") + "lm_head."
+        self.layers = self.prefix + names.renames.get("layers", "layers") + "."
+
+    def of(self, name: str) -> str:
+        """The name on disk of a canonical one, fused tensors left out."""
+        if name.startswith("lm_head."):
+            return self.head + name[len("lm_head.") :]
+        layer, inner = _split_layer(name)
+        module, _, leaf = inner.rpartition(".")
+        numbers = re.findall(r"(?<=\.)\d+(?=\.)", module)
+        renamed = self.names.renames.get(re.sub(r"(?<=\.)\d+(?=\.)", "{}", module))
+        module = module if renamed is None else renamed.format(*numbers)
+        return f"{self.prefix if layer is None else f'{self.layers}{layer}.'}{module}.{leaf}"
+
+    def sources(self, expected: Mapping[str, Shape]) -> dict[str, Source]:
+        """Where each canonical tensor is, or would be expected, on disk. A fused one counts where its parts are not."""
+        parts = {part: (fused, of) for fused, of in self.names.fused.items() for part in of}
+        out: dict[str, Source] = {}
+        for name, shape in expected.items():
+            on_disk = self.of(name)
+            layer, inner = _split_layer(name)
+            module, _, leaf = inner.rpartition(".")
+            transposed = self.names.transposed and layer is not None and len(shape) == 2
+            if on_disk in self.tensors or module not in parts or layer is None:
+                out[name] = Source(on_disk, shape[::-1] if transposed else shape, None, transposed)
+                continue
+            fused, together = parts[module]
+            sizes = [expected[f"model.layers.{layer}.{part}.{leaf}"][0] for part in together]
+            begin = sum(sizes[: together.index(module)])
+            whole = (sum(sizes), *shape[1:])
+            rows = (begin, begin + shape[0])
+            out[name] = Source(
+                f"{self.layers}{layer}.{fused}.{leaf}", whole[::-1] if transposed else whole, rows, transposed
+            )
+        return out
+
+    def layer_of(self, name: str) -> int:
+        """The n of a name on disk inside layer n, else -1."""
+        match = re.match(re.escape(self.layers) + r"(\d{1,9})\.", name)
+        return int(match.group(1)) if match else -1
+
+
+def _split_layer(name: str) -> tuple[int | None, str]:
+    """A canonical name as (layer or None, what is behind `model.` or `model.layers.<n>.`)."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    if match is None:
+        return None, name.removeprefix("model.")
+    return int(match.group(1)), name[match.end() :]
+
+
+class CanonicalTensors:
+    """The tensors of a checkpoint by canonical name; reads like a `Checkpoint`.
+
+    `tensors`: canonical name -> TensorInfo with the canonical shape and the name on disk, of those the model needs. All
+    of them must be there (`check_tensors`).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+        self.checkpoint = checkpoint
+        self.spec = spec
+        expected = expected_tensors(spec)
+        on_disk = NamesOnDisk(FAMILIES[spec.architecture].names, checkpoint.tensors)
+        self.sources = on_disk.sources(expected)
+        self.tensors = {
+            name: replace(checkpoint.tensors[self.sources[name].name], shape=shape) for name, shape in expected.items()
+        }
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """As `Checkpoint.read`, in the canonical shape."""
+        source = self.sources[name]
+        if source.rows is not None and not source.transposed and len(source.shape) > 1:
+            return self.checkpoint.read_range(source.name, *source.rows)
+        raw = self.checkpoint.read(source.name)
+        if source.transposed:
+            raw = raw.T
+        return raw if source.rows is None and not source.transposed else np.ascontiguousarray(_rows(raw, source.rows))
+
+    def read_range(self, name: str, begin: int, end: int) -> npt.NDArray[Any]:
+        """As `Checkpoint.read_range`, rows counted in the canonical tensor."""
+        source = self.sources[name]
+        if source.transposed:
+            return self.read(name)[begin:end]
+        first = 0 if source.rows is None else source.rows[0]
+        return self.checkpoint.read_range(source.name, first + begin, first + end)
+
+    def read_float32(self, name: str) -> npt.NDArray[np.float32]:
+        """As `Checkpoint.read_float32`."""
+        return as_float32(self.read(name))
+
+    def read_rows(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """As `Checkpoint.read_rows`, rows counted in the canonical tensor."""
+        source = self.sources[name]
+        if source.transposed:
+            return as_float32(self.read(name)[rows])
+        return self.checkpoint.read_rows(source.name, rows if source.rows is None else rows + source.rows[0])
+
+    def flat_on_disk(self, name: str, flat: int) -> int:
+        """Where element `flat` of a canonical tensor is in the tensor on disk, for an error."""
+        source, shape = self.sources[name], self.tensors[name].shape
+        columns = shape[1] if len(shape) > 1 else 1
+        row, column = divmod(flat, columns)
+        row += 0 if source.rows is None else source.rows[0]
+        return column * source.shape[1] + row if source.transposed else row * columns + column
+
+
+def _rows(raw: npt.NDArray[Any], rows: tuple[int, int] | None) -> npt.NDArray[Any]:
+    return raw if rows is None else raw[rows[0] : rows[1]]
+
+
+# ---- accounting -----------------------------------------------------------------------------------------------------
+
+
+def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Path) -> list[str]:
+    """Account for every tensor of the files, `tensors`; returns notes on extra ones that are not used.
+
+    A stored lm_head.weight of a tied model is not used: the embedding is the head, as in transformers.
+    Errors, each listing the first ten: ModelFormatError for missing tensors, wrong shapes or layers past the config's;
+    UnsupportedModelError for quantized checkpoints, dtypes not read here and extra tensors that would change the
+    numbers.
+    """
+    names = FAMILIES[spec.architecture].names
+    on_disk = NamesOnDisk(names, tensors)
+    expected: dict[str, Shape] = {}
+    norms = set()
+    for name, source in on_disk.sources(expected_tensors(spec)).items():
+        expected[source.name] = source.shape
+        if name.endswith("norm.weight"):
+            norms.add(source.name)
+    extra = [name for name in tensors if name not in expected]
+    quantized = [name for name in extra if name.endswith(QUANTIZED)]
+    if quantized:
+        raise UnsupportedModelError(
+            f"{where}: {len(quantized)} tensors of a quantized checkpoint: {_listed(quantized)}; expected none"
+        )
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        others = f" (and {len(extra)} not known: {_listed(extra)})" if extra else ""
+        raise ModelFormatError(
+            f"{where}: {len(missing)} tensors are missing: {_listed(missing)}{others}; expected all of config.json's"
+        )
+    for name, shape in expected.items():
+        _check_tensor(tensors[name], shape, ("F64",) if name in norms else ())
+    skipped = {start: [name for name in extra if name.startswith(start)] for start in names.skipped}
+    known = {name for group in skipped.values() for name in group}
+    harmless = {name for name in extra if name in known or _is_inert(tensors[name], spec, on_disk)}
+    layers = [name for name in extra if name not in harmless and on_disk.layer_of(name) >= spec.num_layers]
+    if layers:
+        raise ModelFormatError(
+            f"{where}: {len(layers)} tensors of layers past num_hidden_layers {spec.num_layers}: {_listed(layers)}; "
+            "expected none"
+        )
+    unknown = [name for name in extra if name not in harmless]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{where}: {len(unknown)} tensors that a {spec.family} model does not have: {_listed(unknown)}; "
+            "expected none, they would change the numbers"
+        )
+    notes = [f"{len(group)} tensors {shown(start + '*')} are not used" for start, group in skipped.items() if group]
+    return notes + [f"tensor {shown(name)} is not used" for name in extra if name not in known]
+
+
+def _is_inert(info: TensorInfo, spec: ModelSpec, on_disk: NamesOnDisk) -> bool:
+    """Extra tensors that change no number: buffers, a head beside a tied embedding, multi-token prediction layers."""
+    if info.name == on_disk.of("lm_head.weight") and spec.tie_word_embeddings:
+        return info.shape == (spec.vocab_size, spec.hidden_size)
+    return info.name.startswith("mtp.") or info.name.endswith(INERT) or info.dtype in ("BOOL", "I64")
+
+
+def _check_tensor(info: TensorInfo, shape: Shape, more_dtypes: tuple[str, ...]) -> None:
+    if info.shape != shape:
+        raise ModelFormatError(
+            f"{info.file}: tensor {shown(info.name)}: shape {list(info.shape)}; "
+            f"expected {list(shape)} (from config.json)"
+        )
+    dtypes = (*FLOATS, *more_dtypes)
+    if info.dtype not in dtypes:
+        raise UnsupportedModelError(
+            f"{info.file}: tensor {shown(info.name)}: dtype {info.dtype}; expected {', '.join(dtypes)}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(shown(name) for name in names[:LISTED]) + (" ..." if len(names) > LISTED else "")

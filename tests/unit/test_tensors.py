@@ -1,0 +1,171 @@
+"""Names on disk: whatever a family calls, joins or transposes, what is read is what the canonical names mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import tiny_tensors, write_tiny_model
+from compare import assert_same_bits
+from golden.golden_cases import CONFIGS
+
+import pyengine
+from pyengine.checkpoint import Checkpoint
+from pyengine.config import load_model_spec
+from pyengine.errors import ModelFormatError, UnsupportedModelError
+from pyengine.families import FAMILIES, Names
+from pyengine.reference import load_reference
+from pyengine.tensors import CanonicalTensors, NamesOnDisk, check_tensors
+
+CONFIG = CONFIGS["llama_biases"]
+IDS = [1, 5, 40, 2, 66, 7]
+Tensors = dict[str, np.ndarray]
+
+ODD = Names(
+    prefixes=("outer.model.", "transformer.", ""),
+    renames={"embed_tokens": "wte", "norm": "ln_f", "layers": "h", "self_attn.o_proj": "attn.c_proj"},
+    fused={
+        "attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mlp.both": ("mlp.gate_proj", "mlp.up_proj"),
+    },
+    transposed=True,
+    skipped=("vision.", "outer.projector."),
+)
+
+
+def stored(tensors: Tensors, names: Names, prefix: str, head: str) -> Tensors:
+    """What a family with `names` would have written."""
+    out: Tensors = {}
+    for name, value in tensors.items():
+        if name == "lm_head.weight":
+            out[head + name] = value
+            continue
+        parts = name.split(".")
+        in_layer = parts[1] == "layers"
+        inner = parts[3:-1] if in_layer else parts[1:-1]
+        start = f"{prefix}{names.renames.get('layers', 'layers')}.{parts[2]}." if in_layer else prefix
+        module, leaf = ".".join(inner), parts[-1]
+        fused = next((disk for disk, of in names.fused.items() if module in of), None)
+        key = f"{start}{fused or names.renames.get(module, module)}.{leaf}"
+        out[key] = value if key not in out else np.concatenate([out[key], value])
+    if names.transposed:
+        matrices = [key for key, value in out.items() if value.ndim == 2 and ".h." in "." + key]
+        out |= {key: np.ascontiguousarray(out[key].T) for key in matrices}
+    return out
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """Writes the tiny model as the family of names `ODD` would, after `change`."""
+
+    def write(prefix: str = "transformer.", head: str = "", change: Callable[[Tensors], object] = lambda _: 0) -> Path:
+        family = FAMILIES["LlamaForCausalLM"]
+        monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", replace(family, names=ODD))
+        tensors = stored(tiny_tensors(CONFIG, seed=3), ODD, prefix, head)
+        change(tensors)
+        return write_tiny_model(tmp_path / "odd", CONFIG, tensors=tensors)
+
+    return write
+
+
+@pytest.mark.parametrize(("prefix", "head"), [("transformer.", ""), ("", ""), ("outer.model.", "outer.")])
+@pytest.mark.parametrize("quant", ["f32", "int4"])
+def test_the_same_model_under_other_names(odd: Callable[..., Path], prefix: str, head: str, quant: str) -> None:
+    folder = odd(prefix, head)
+    plain = write_tiny_model(folder.parent / "plain", CONFIG, seed=3)
+    with pyengine.load(folder, quant=quant, threads=1) as one:
+        logits = one.logits(IDS)
+        assert one.notes == ["no tokenizer: scales are searched without calibration"] * (quant == "int4")
+    found = load_reference(folder).forward(IDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "LlamaForCausalLM", replace(FAMILIES["LlamaForCausalLM"], names=Names()))
+        with pyengine.load(plain, quant=quant, threads=1) as other:
+            assert_same_bits(logits, other.logits(IDS), "logits")
+        assert_same_bits(found, load_reference(plain).forward(IDS), "reference")
+
+
+def test_every_read_is_of_the_canonical_tensor(odd: Callable[..., Path]) -> None:
+    folder, expected = odd(), tiny_tensors(CONFIG, seed=3)
+    with Checkpoint.open(folder) as checkpoint:
+        tensors = CanonicalTensors(checkpoint, load_model_spec(folder))
+        assert set(tensors.tensors) == set(expected)
+        for name, value in expected.items():
+            assert tensors.tensors[name].shape == value.shape
+            assert_same_bits(tensors.read(name), value, name)
+            assert_same_bits(tensors.read_float32(name), value, name)
+            assert tensors.read(name).flags.c_contiguous
+            disk = checkpoint.read(tensors.tensors[name].name).reshape(-1)
+            for flat in (0, value.size // 2, value.size - 1):
+                assert disk[tensors.flat_on_disk(name, flat)] == value.reshape(-1)[flat], (name, flat)
+            if value.ndim == 2:
+                assert_same_bits(tensors.read_range(name, 1, 5), value[1:5], name)
+                assert_same_bits(tensors.read_rows(name, np.array([3, 0])), value[[3, 0]], name)
+
+
+def test_numbers_in_renamed_modules_stay() -> None:
+    names = NamesOnDisk(Names(renames={"mlp.experts.{}.gate_proj": "moe.experts.{}.w1"}), {})
+    assert names.of("model.layers.3.mlp.experts.12.gate_proj.weight") == "model.layers.3.moe.experts.12.w1.weight"
+    assert names.of("model.layers.3.mlp.experts.12.up_proj.weight") == "model.layers.3.mlp.experts.12.up_proj.weight"
+
+
+def test_parts_may_also_lie_apart(odd: Callable[..., Path]) -> None:
+    """A file that holds q, k and v (or gate and up) as tensors of their own is read as it is."""
+
+    def split(tensors: Tensors) -> None:
+        both = tensors.pop("transformer.h.1.mlp.both.weight")
+        half = both.shape[1] // 2
+        for name, part in (("gate_proj", both[:, :half]), ("up_proj", both[:, half:])):
+            tensors[f"transformer.h.1.mlp.{name}.weight"] = np.ascontiguousarray(part)
+
+    folder = odd(change=split)
+    with Checkpoint.open(folder) as checkpoint:
+        spec = load_model_spec(folder)
+        assert check_tensors(spec, checkpoint.tensors, folder) == []
+        found = CanonicalTensors(checkpoint, spec).read("model.layers.1.mlp.up_proj.weight")
+        assert_same_bits(found, tiny_tensors(CONFIG, seed=3)["model.layers.1.mlp.up_proj.weight"])
+
+
+def account(folder: Path) -> list[str]:
+    with Checkpoint.open(folder) as checkpoint:
+        return check_tensors(load_model_spec(folder), checkpoint.tensors, folder)
+
+
+def test_notes_and_errors_name_what_is_on_disk(odd: Callable[..., Path]) -> None:
+    ones = np.ones((3, 3), np.float32)
+    assert account(odd(change=lambda t: t.update({"vision.a": ones, "vision.b": ones, "mtp.x": ones}))) == [
+        "2 tensors 'vision.*' are not used",
+        "tensor 'mtp.x' is not used",
+    ]
+    fused = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(ModelFormatError, match=rf"1 tensors are missing: '{fused}'; expected"):
+        account(odd(change=lambda t: t.pop(fused)))
+    with pytest.raises(ModelFormatError, match=rf"tensor '{fused}': shape \[3, 3\]; expected \[64, 128\]"):
+        account(odd(change=lambda t: t.update({fused: ones})))
+    with pytest.raises(ModelFormatError, match=r"layers past num_hidden_layers 2: 'transformer.h.2.x'"):
+        account(odd(change=lambda t: t.update({"transformer.h.2.x": ones})))
+    with pytest.raises(UnsupportedModelError, match=r"a llama model does not have: 'transformer.layers.0.x'"):
+        account(odd(change=lambda t: t.update({"transformer.layers.0.x": ones})))
+
+
+@pytest.mark.parametrize("name", ["transformer.h.1.attn.c_attn.weight", "transformer.h.0.mlp.both.bias"])
+def test_a_nan_is_named_where_it_is_on_disk(odd: Callable[..., Path], name: str) -> None:
+    places = []
+
+    def spoil(tensors: Tensors) -> None:
+        flat = tensors[name].reshape(-1)
+        places.append(flat.size - 5)
+        flat[-5] = np.nan
+
+    folder = odd(change=spoil)
+    with pytest.raises(ModelFormatError, match=rf"tensor '{name}': nan at flat index {{}}".format(places[0])):
+        pyengine.load(folder, quant="f32", threads=1)
+
+
+def test_zeros_are_named_as_on_disk(odd: Callable[..., Path]) -> None:
+    name = "transformer.h.1.attn.c_proj.weight"
+    folder = odd(change=lambda t: t[name].fill(0))
+    with pyengine.load(folder, quant="f32", threads=1) as one:
+        assert [text.split(": ")[1] for text in one.spec.warnings] == [f"tensor '{name}' is all zero"]
