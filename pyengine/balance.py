@@ -26,7 +26,7 @@ def key_factors(a: AttentionSpec, bias: npt.NDArray[Any]) -> npt.NDArray[np.floa
     """
     size = np.abs(bias.astype(np.float32)).reshape(a.num_kv_heads, a.head_dim)
     size[~np.isfinite(size)] = 0  # packing refuses them, by name
-    half = a.rope.rotary_dim // 2
+    half = 0 if a.rope is None else a.rope.rotary_dim // 2
     size[:, :half] = size[:, half : 2 * half] = np.hypot(size[:, :half], size[:, half : 2 * half])
     factors: npt.NDArray[np.float32] = np.exp2(np.rint(np.log2(np.maximum(size / np.float32(LARGE), 1))))
     return factors

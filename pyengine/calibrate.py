@@ -75,7 +75,8 @@ class Calibrator:
         """ids: token ids of the text, one sequence; the backend made here lives until the object does."""
         self.source = CanonicalTensors(checkpoint, spec)
         self.spec = spec
-        self.hidden = self.source.read_rows("model.embed_tokens.weight", np.asarray(ids))
+        rows = self.source.read_rows("model.embed_tokens.weight", np.asarray(ids))
+        self.hidden = rows * np.float32(spec.embedding_scale)
         self.backend = Backend(threads, isa)
         self.packer = ReusingPacker(self.backend, self.source)
         self.taps: list[Float32] = []
@@ -91,9 +92,8 @@ class Calibrator:
         if shape not in self.groups:
             self.groups[shape] = self.backend.kv_create(1, a.num_kv_heads, a.head_dim, a.head_dim, int(KvDtype.F32))
             self.backend.kv_reserve(self.groups[shape], self.table.size)
-        if a.rope not in self.ropes:
-            table = np.concatenate(rope.cos_sin(a.rope, 0, self.tokens), axis=1)
-            self.ropes[a.rope] = self.backend.rope_set(-1, np.ascontiguousarray(table, np.float32))
+        if a.rope is not None and a.rope not in self.ropes:
+            self.ropes[a.rope] = self.backend.rope_set(-1, *rope.tables(a.rope, self.tokens))
         return KvLayout(((self.groups[shape], 0),) * (layer.index + 1), self.ropes)
 
     def __call__(self, layer: LayerSpec, raw: Raw) -> Importance:

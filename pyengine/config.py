@@ -6,6 +6,7 @@ its value means "off"; it is an error where its name tells that it changes the c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,16 @@ def load_model_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
 
 def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool = False) -> ModelSpec:
     """The same from what config.json holds; generation_config.json is looked for in `folder`."""
-    architecture, family = _family(config)
+    architecture, family = _family(config, FAMILIES)
+    warnings: list[str] = []
+    if family.texts:
+        _check_quantization(config)
+        warnings += _check_keys(config, family, strict)
+        config = _text_config(config)
+        _, family = _family(config, {name: FAMILIES[name] for name in family.texts})
     config = config.with_defaults(family.defaults)
-    quantization = config.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise config.unsupported("quantization_config", method, "an unquantized checkpoint")
-    warnings = _check_keys(config, strict)
+    _check_quantization(config)
+    warnings += _check_keys(config, family, strict)
     layers = _layers(config, family, warnings)
     vocab_size = config.integer("vocab_size", 1, MAX_SIZE)
     bos, eos = _special_ids(folder, config, vocab_size)
@@ -83,17 +87,40 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
         max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_CONTEXT),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         layers=layers,
+        embedding_scale=_multiplier(config, family, "embedding_multiplier"),
+        residual_scale=_multiplier(config, family, "residual_multiplier"),
+        logits_scale=_multiplier(config, family, "logits_scaling"),
         bos_token_id=bos,
         eos_token_ids=eos,
         warnings=tuple(warnings),
     )
 
 
-def _family(config: ConfigValues) -> tuple[str, Family]:
-    known = f"one of {', '.join(FAMILIES)}"
+def _check_quantization(config: ConfigValues) -> None:
+    quantization = config.values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise config.unsupported("quantization_config", method, "an unquantized checkpoint")
+
+
+def _text_config(config: ConfigValues) -> ConfigValues:
+    """The decoder of a model of several parts; tie_word_embeddings may stand outside."""
+    inner = config.values.get("text_config")
+    if not isinstance(inner, dict):
+        raise config.bad("text_config", inner, "an object that describes the decoder")
+    outer_tie, tie = (values.get("tie_word_embeddings") for values in (config.values, inner))
+    if outer_tie is not None and tie is not None and outer_tie != tie:
+        raise config.bad("tie_word_embeddings", outer_tie, f"{tie}, as text_config says")
+    values = inner if outer_tie is None else {**inner, "tie_word_embeddings": outer_tie}
+    return ConfigValues(Path(f"{config.path}: text_config"), values, {})
+
+
+def _family(config: ConfigValues, families: Mapping[str, Family]) -> tuple[str, Family]:
+    """The entry of `families` that config.json names."""
+    known = f"one of {', '.join(families)}"
     architectures, kind = config.values.get("architectures"), config.values.get("model_type")
     if architectures is None:  # some folders carry the model_type alone
-        for name, family in FAMILIES.items():
+        for name, family in families.items():
             if kind == family.model_type:
                 return name, family
         raise UnsupportedModelError(
@@ -102,16 +129,21 @@ def _family(config: ConfigValues) -> tuple[str, Family]:
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise config.bad("architectures", architectures, "a list of names")
     name = architectures[0]
-    if name not in FAMILIES:
+    if name not in families:
         raise config.unsupported("architectures", name, known)
-    family = FAMILIES[name]
+    family = families[name]
     if kind is not None and kind != family.model_type:
-        types = ", ".join(f.model_type for f in FAMILIES.values())
+        types = ", ".join(f.model_type for f in families.values())
         raise config.unsupported("model_type", kind, f"'{family.model_type}' for {name} (known: {types})")
     return name, family
 
 
-def _check_keys(config: ConfigValues, strict: bool) -> list[str]:
+def _multiplier(config: ConfigValues, family: Family, key: str, default: float = 1.0) -> float:
+    """A factor of the family's, above 0; `default` where the family or the file has none."""
+    return config.positive(key, default) if key in family.keys else default
+
+
+def _check_keys(config: ConfigValues, family: Family, strict: bool) -> list[str]:
     """Account for every key; returns the warnings."""
     warnings = []
     for key in ("torch_dtype", "dtype"):
@@ -122,7 +154,8 @@ def _check_keys(config: ConfigValues, strict: bool) -> list[str]:
         off = value is None or value is False or value in ([], {}, "")
         if key in MUST_BE_OFF and not off:
             raise config.unsupported(key, value, "false")
-        if key in USED or key in INERT or key in MUST_BE_OFF or (key.startswith("_") and key not in NAMES_CODE):
+        known = key in USED or key in family.keys or key in INERT or key in MUST_BE_OFF
+        if known or (key.startswith("_") and key not in NAMES_CODE):
             continue
         if key in NAMES_CODE:
             if not off:
@@ -156,7 +189,11 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
     if act not in ACTIVATIONS:
         raise config.unsupported("hidden_act", act, f"one of {', '.join(ACTIVATIONS)}")
     ffn = FFNSpec(config.integer("intermediate_size", 1, MAX_SIZE), ACTIVATIONS[act], mlp_bias)
-    rope = rope_spec(config, head_dim)
+    rope = rope_spec(config, head_dim, family.rope)
+    rotated = _rotated_layers(config, family, count)
+    scale = _multiplier(config, family, "attention_multiplier", head_dim**-0.5)
+    if "attention_multiplier" in family.keys and config.get("attention_multiplier") is None:
+        scale = 1.0  # not head_dim ** -0.5
     return tuple(
         LayerSpec(
             index,
@@ -164,8 +201,8 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
-                scale=head_dim**-0.5,
-                rope=rope,
+                scale=scale,
+                rope=rope if rotated[index] else None,
                 qkv_bias=qkv_bias,
                 o_bias=o_bias,
                 qk_norm=family.qk_norm,
@@ -230,6 +267,19 @@ def _windows(config: ConfigValues, family: Family, count: int) -> list[int | Non
     if family.window != "switched" and by_type != windows:
         raise config.unsupported("layer_types", types, f"the same window in all layers for {family.name}")
     return by_type
+
+
+def _rotated_layers(config: ConfigValues, family: Family, count: int) -> list[bool]:
+    """Whether each layer has a rotary embedding: no_rope_layers (1 = it has), else all but every n-th."""
+    if not family.rope.skips_layers:
+        return [True] * count
+    interval = config.integer("no_rope_layer_interval", 1, MAX_SIZE, 4)
+    given = config.values.get("no_rope_layers")
+    if given is None:
+        return [(index + 1) % interval != 0 for index in range(count)]
+    if not isinstance(given, list) or len(given) < count or any(value not in (0, 1) for value in given):
+        raise config.bad("no_rope_layers", given, f"a list of at least {count} numbers 0 or 1")
+    return [value == 1 for value in given[:count]]
 
 
 def _special_ids(folder: Path | None, config: ConfigValues, vocab_size: int) -> tuple[int | None, tuple[int, ...]]:

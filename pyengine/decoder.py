@@ -115,14 +115,15 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
     b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=q_in, output=joined, weight=w.qkv, bias=w.qkv_bias)
     if a.qk_norm:
         b.emit(OpKind.QK_NORM, Stage.ATTENTION, i, input=joined, norm=w.q_norm, norm2=w.k_norm, eps=eps, **heads)
-    b.emit(OpKind.ROPE, Stage.ATTENTION, i, input=joined, rope=b.layout.ropes[a.rope], **heads)
+    if a.rope is not None:
+        b.emit(OpKind.ROPE, Stage.ATTENTION, i, input=joined, rope=b.layout.ropes[a.rope], **heads)
     b.emit(OpKind.KV_APPEND, Stage.ATTENTION, i, input=joined, **kv)
     window = {"window": a.window or 0, "scale": a.scale}
     b.emit(OpKind.ATTENTION, Stage.ATTENTION, i, input=joined, output=attended, **kv, **window)
     b.tap(i, "attention", attended, Stage.ATTENTION)
     o_in = b.quantized(attended, "attended", Stage.ATTENTION, i)
     b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=o_in, output=branch, weight=w.o, bias=w.o_bias)
-    b.emit(OpKind.ADD, Stage.ATTENTION, i, input=branch, output=x)
+    b.emit(OpKind.ADD, Stage.ATTENTION, i, input=branch, output=x, scale=b.spec.residual_scale)
 
     if i not in b.hooks.ffn_skip:
         inter = f.intermediate_size
@@ -137,7 +138,7 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
         b.tap(i, "act", act, Stage.FFN)
         d_in = b.quantized(act, "act", Stage.FFN, i)
         b.emit(OpKind.LINEAR, Stage.FFN, i, input=d_in, output=branch, weight=w.down, bias=w.down_bias)
-        b.emit(OpKind.ADD, Stage.FFN, i, input=branch, output=x)
+        b.emit(OpKind.ADD, Stage.FFN, i, input=branch, output=x, scale=b.spec.residual_scale)
     b.tap(i, "hidden", x, Stage.FFN)
 
 
@@ -192,7 +193,7 @@ def build(
     check_hooks(spec, hooks)
     b = Builder(backend, spec, weights.quantization.layers.is_integer, layout, hooks)
     x = b.buffer("x", spec.hidden_size)
-    b.emit(OpKind.EMBED, Stage.EMBED, NONE, output=x, weight=weights.embed)
+    b.emit(OpKind.EMBED, Stage.EMBED, NONE, output=x, weight=weights.embed, scale=spec.embedding_scale)
     for layer, w in zip(spec.layers, weights.layers, strict=True):
         emit_layer(b, layer, w, x)
     head = {"weight": weights.lm_head, "norm": weights.final_norm, "eps": spec.rms_norm_eps}

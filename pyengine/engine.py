@@ -68,7 +68,7 @@ class RopeTables:
         self.backend = backend
         self.limit = spec.max_context
         self.positions = 0
-        self.ids: dict[RopeSpec, int] = dict.fromkeys((layer.attention.rope for layer in spec.layers), -1)
+        self.ids: dict[RopeSpec, int] = {layer.attention.rope: -1 for layer in spec.layers if layer.attention.rope}
         self.grow(1)
 
     def grow(self, positions: int) -> None:
@@ -77,8 +77,7 @@ class RopeTables:
             return
         size = min(max(positions, 2 * self.positions, FIRST_ROPE_POSITIONS), max(self.limit, positions))
         for spec, table in self.ids.items():
-            values = np.concatenate(rope.cos_sin(spec, 0, size), axis=1)
-            self.ids[spec] = self.backend.rope_set(table, np.ascontiguousarray(values, np.float32))
+            self.ids[spec] = self.backend.rope_set(table, *rope.tables(spec, size))
         self.positions = size
 
 

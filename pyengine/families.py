@@ -27,6 +27,16 @@ class Names:
 
 
 @dataclass(frozen=True)
+class RopeForm:
+    """What a family's rotary embedding is beside its parameters in config.json. Defaults are Llama's."""
+
+    partial: float | None = None  # partial_rotary_factor where the key is absent; None: the whole head, the key refused
+    interleaved: bool = False
+    skips_layers: bool = False  # no_rope_layers and no_rope_layer_interval say which layers have none
+    q_scaled: bool = False  # llama_4_scaling_beta multiplies q
+
+
+@dataclass(frozen=True)
 class Family:
     """What config.py needs to know of a family. Defaults are Llama's."""
 
@@ -38,6 +48,9 @@ class Family:
     window: str = "none"  # "key": sliding_window alone; "switched": by use_sliding_window, per layer
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be absent; null is not absent
     names: Names = field(default_factory=Names)
+    keys: tuple[str, ...] = ()  # config keys that this family has and others do not
+    texts: tuple[str, ...] = ()  # a model of several parts: families its decoder, under text_config, may be of
+    rope: RopeForm = field(default_factory=RopeForm)
 
 
 _QWEN = {
@@ -46,6 +59,14 @@ _QWEN = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }
+_VISION_KEYS = (
+    "text_config", "vision_config", "image_token_index", "image_token_id", "projector_hidden_act",
+    "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
+)  # fmt: skip
+_LANGUAGE_MODEL = Names(
+    prefixes=("model.language_model.", "language_model.model."),
+    skipped=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector."),
+)
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "llama", mlp_bias_key=True, defaults={"max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(
@@ -57,4 +78,39 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family("qwen2", "qwen2", qkv_bias=True, window="switched", defaults=_QWEN),
     "Qwen3ForCausalLM": Family("qwen3", "qwen3", qk_norm=True, window="switched", defaults={**_QWEN, "head_dim": 128}),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        "ministral3",
+        qkv_bias=False,
+        window="key",
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 262144, "head_dim": 128, "rms_norm_eps": 1e-5},
+        rope=RopeForm(q_scaled=True),
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        "mistral3",
+        "mistral3",
+        texts=("MistralForCausalLM", "Ministral3ForCausalLM"),
+        names=_LANGUAGE_MODEL,
+        keys=_VISION_KEYS,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        "smollm3",
+        mlp_bias_key=True,
+        defaults={
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+        },
+        keys=("no_rope_layers", "no_rope_layer_interval"),
+        rope=RopeForm(skips_layers=True),
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        "granite",
+        mlp_bias_key=True,
+        defaults={"max_position_embeddings": 2048},
+        keys=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+    ),
 }

@@ -53,12 +53,13 @@ def _gated_ffn(ops: list[Op]) -> Op | None:
         "weight2": down["weight"],
         **({"bias2": down["bias"]} if "bias" in down else {}),
         "output": add["output"],
+        **({"scale": add["scale"]} if "scale" in add else {}),
     }
 
 
 def _linear_residual(ops: list[Op]) -> Op | None:
     linear, add = ops
-    return {**linear, "kind": int(OpKind.LINEAR_RESIDUAL), "output": add["output"]}
+    return {**linear, **add, "kind": int(OpKind.LINEAR_RESIDUAL), "input": linear["input"]}
 
 
 K = OpKind
@@ -67,6 +68,8 @@ PATTERNS: list[tuple[list[OpKind], Callable[[list[Op]], Op | None]]] = [
     ([K.LINEAR, K.ACT_MUL, K.LINEAR, K.ADD], _gated_ffn),
     ([K.LINEAR, K.QK_NORM, K.ROPE, K.KV_APPEND], _qkv),
     ([K.LINEAR, K.ROPE, K.KV_APPEND], _qkv),
+    ([K.LINEAR, K.QK_NORM, K.KV_APPEND], _qkv),
+    ([K.LINEAR, K.KV_APPEND], _qkv),
     ([K.ATTENTION, K.QUANTIZE], _attention_quantize),
     ([K.NORM, K.QUANTIZE], _norm_quantize),
     ([K.LINEAR, K.ADD], _linear_residual),

@@ -192,11 +192,14 @@ class ReferenceModel:
         if start != cache.length:
             raise RequestError(f"start {start}: expected {cache.length}, the number of tokens in the cache")
         x = np.asarray(self.weights["model.embed_tokens.weight"])[ids].astype(self.dtype)
+        x = x * self.dtype.type(self.spec.embedding_scale)
         for layer in self.spec.layers:
             x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, neuron_mask.get(layer.index))
         cache.length += len(ids)
         x = self.norm(x, "model.norm")
-        return self.linear(x, "model.embed_tokens" if self.spec.tie_word_embeddings else "lm_head")
+        logits = self.linear(x, "model.embed_tokens" if self.spec.tie_word_embeddings else "lm_head")
+        logits /= self.dtype.type(self.spec.logits_scale)
+        return logits
 
     def check_hooks(self, ffn_skip: Collection[int], neuron_mask: Mapping[int, Sequence[int] | Array]) -> None:
         for index in (*ffn_skip, *neuron_mask):
@@ -218,18 +221,19 @@ class ReferenceModel:
         skip_ffn: bool = False,
         masked: Sequence[int] | Array | None = None,
     ) -> Array:
-        """One decoder layer: x += attention(norm(x)); x += ffn(norm(x))."""
+        """One decoder layer: x += scale attention(norm(x)); x += scale ffn(norm(x)), scale = residual_scale."""
+        scale = self.dtype.type(self.spec.residual_scale)
         prefix = f"model.layers.{layer.index}."
         seen: dict[str, Array] = {}
         seen["attn_norm"] = self.norm(x, prefix + "input_layernorm")
         seen["attention"] = self.attend(seen["attn_norm"], layer, start, cache)
-        x = x + self.linear(seen["attention"], prefix + "self_attn.o_proj", layer.attention.o_bias)
+        x = x + scale * self.linear(seen["attention"], prefix + "self_attn.o_proj", layer.attention.o_bias)
         if not skip_ffn:
             seen["ffn_norm"] = self.norm(x, prefix + "post_attention_layernorm")
             seen["act"] = self.gated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
             if masked is not None:
                 seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
-            x = x + self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
+            x = x + scale * self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
         seen["hidden"] = x
         if taps is not None:
             widths = {"ffn_norm": self.spec.hidden_size, "act": layer.ffn.intermediate_size}
@@ -248,8 +252,11 @@ class ReferenceModel:
         )
         if spec.qk_norm:  # over head_dim, and before the rotation
             q, k = self.norm(q, prefix + "q_norm"), self.norm(k, prefix + "k_norm")
-        cos, sin = rope.cos_sin(spec.rope, start, start + len(x))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if spec.rope is not None:
+            cos, sin = rope.cos_sin(spec.rope, start, start + len(x))
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            by_position = rope.q_scale(spec.rope, start, start + len(x))
+            q = q if by_position is None else q * by_position[:, None, None].astype(q.dtype)
         balanced = spec.qkv_bias and not spec.qk_norm
         factors = key_factors(spec, self.weight(prefix + "k_proj.bias")).astype(x.dtype) if balanced else None
         k, v = cache.append(layer.index, k, v, factors)

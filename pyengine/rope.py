@@ -98,6 +98,26 @@ def inv_freq(rope: RopeSpec, seq_len: int | None = None) -> tuple[Float32, float
     raise ValueError(f"rope type {rope.rope_type!r}")  # config.py lets no other through
 
 
+def q_scale(rope: RopeSpec, start: int, stop: int) -> Float32 | None:
+    """What q at positions start .. stop - 1 is multiplied by, float32 [stop - start]; None where it is 1 everywhere.
+
+    1 + beta ln(1 + floor(position / original maximum)), beta = llama_4_scaling_beta.
+    """
+    p = dict(rope.parameters)
+    if "llama_4_scaling_beta" not in p:
+        return None
+    passed = np.floor(np.arange(start, stop, dtype=np.float32) / np.float32(p["original_max_position_embeddings"]))
+    return np.asarray(1 + np.float32(p["llama_4_scaling_beta"]) * np.log(1 + passed), np.float32)
+
+
+def half_split(rope: RopeSpec, head_dim: int) -> npt.NDArray[np.int64]:
+    """Where each dimension of a head with interleaved pairs is on disk, [head_dim]: (2 i, 2 i + 1) become
+    (i, i + rotary_dim / 2). q . k stays the same, so that everything behind the files knows one layout."""
+    order = np.arange(head_dim)
+    order[: rope.rotary_dim] = order[: rope.rotary_dim].reshape(-1, 2).T.reshape(-1)
+    return order
+
+
 def cos_sin(rope: RopeSpec, start: int, stop: int) -> tuple[Float32, Float32]:
     """cos and sin float32 [stop - start, rotary_dim / 2] of positions start .. stop - 1, times the attention factor.
 
@@ -113,3 +133,9 @@ def cos_sin(rope: RopeSpec, start: int, stop: int) -> tuple[Float32, Float32]:
         for position in range(max(start, original), stop):
             angles[position - start] = np.float32(position) * inv_freq(rope, position + 1)[0]
     return np.cos(angles) * np.float32(factor), np.sin(angles) * np.float32(factor)
+
+
+def tables(rope: RopeSpec, positions: int) -> tuple[Float32, Float32 | None]:
+    """What the core needs of positions 0 .. positions - 1: [cos | sin] float32 [positions, rotary_dim], and q_scale."""
+    joined = np.concatenate(cos_sin(rope, 0, positions), axis=1)
+    return np.ascontiguousarray(joined, np.float32), q_scale(rope, 0, positions)

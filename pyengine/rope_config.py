@@ -10,6 +10,7 @@ from typing import Any
 
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelFormatError
+from pyengine.families import RopeForm
 from pyengine.spec import RopeSpec
 from pyengine.strict_json import shown
 
@@ -34,14 +35,16 @@ PARAMETERS: dict[str, dict[str, bool]] = {
         "truncate": False,
     },
 }
+Q_SCALE = "llama_4_scaling_beta"
+LLAMA = RopeForm()
 INERT = {"finetuned"}  # says how the checkpoint was made
 
 
-def rope_spec(config: ConfigValues, head_dim: int) -> RopeSpec:
-    """The rotary embedding that config.json describes, over the whole head.
+def rope_spec(config: ConfigValues, head_dim: int, form: RopeForm = LLAMA) -> RopeSpec:
+    """The rotary embedding that config.json describes, of a head of `head_dim` dimensions in a family's form.
 
     Errors: ModelFormatError for a bad value and for two spellings that differ; UnsupportedModelError for a rope_type or
-    parameter not known here, parameters per layer type, and partial rotation.
+    parameter not known here, parameters per layer type, and partial rotation where the family has none.
     """
     found: dict[str, RopeSpec] = {}
     for key in ("rope_parameters", "rope_scaling"):
@@ -49,9 +52,9 @@ def rope_spec(config: ConfigValues, head_dim: int) -> RopeSpec:
         if source is not None and not isinstance(source, dict):
             raise config.bad(key, source, "an object or null")
         if source:
-            found[key] = _parse(config, key, source, head_dim)
+            found[key] = _parse(config, key, source, head_dim, form)
     if not found:
-        return _parse(config, "rope_parameters", {}, head_dim)
+        return _parse(config, "rope_parameters", {}, head_dim, form)
     if len(set(found.values())) > 1:
         old, new = config.values["rope_scaling"], config.values["rope_parameters"]
         raise ModelFormatError(
@@ -61,24 +64,49 @@ def rope_spec(config: ConfigValues, head_dim: int) -> RopeSpec:
     return next(iter(found.values()))
 
 
-def _parse(config: ConfigValues, key: str, source: dict[str, Any], head_dim: int) -> RopeSpec:
+def _parse(config: ConfigValues, key: str, source: dict[str, Any], head_dim: int, form: RopeForm) -> RopeSpec:
     given = dict(source)
     nested = sorted(name for name, value in given.items() if isinstance(value, dict))
     if nested:
         raise config.unsupported(key, ", ".join(nested), "one set of parameters for all layers")
     theta = _theta(config, key, given.pop("rope_theta", None))
-    partial = given.pop("partial_rotary_factor", config.values.get("partial_rotary_factor"))
-    if partial is not None and config.number(f"{key}.partial_rotary_factor", partial) != 1:
-        raise config.unsupported("partial_rotary_factor", partial, "1, rotation of the whole head")
+    rotary_dim = _rotary_dim(config, key, given.pop("partial_rotary_factor", None), head_dim, form)
     kind = _type(config, key, given)
-    known = PARAMETERS[kind]
+    known = PARAMETERS[kind] | ({Q_SCALE: True} if form.q_scaled and kind == "yarn" else {})
+    if form.q_scaled and kind != "yarn":
+        raise config.unsupported(f"{key}.rope_type", kind, "yarn, beside which q is scaled by position")
+    if known.get(Q_SCALE) and given.get("max_position_embeddings") is not None:  # a copy of the outer key
+        given.pop("max_position_embeddings")
     for name, value in given.items():
         if name not in known and name not in INERT and value is not None:
             accepted = ", ".join(known) or "no other key"
             raise config.unsupported(f"{key}.{name}", value, f"for rope_type {kind}: {accepted}")
-    parameters = {name: value for name in known if (value := _parameter(config, key, kind, name, given)) is not None}
-    _check(config, key, kind, parameters, head_dim, theta)
-    return RopeSpec(kind, theta, head_dim, tuple(sorted(parameters.items())))
+    parameters = {
+        name: value for name in known if (value := _parameter(config, key, kind, name, known[name], given)) is not None
+    }
+    _check(config, key, kind, parameters, rotary_dim, theta)
+    return RopeSpec(kind, theta, rotary_dim, tuple(sorted(parameters.items())), form.interleaved)
+
+
+def _rotary_dim(config: ConfigValues, key: str, inner: Any, head_dim: int, form: RopeForm) -> int:
+    """head_dim times partial_rotary_factor, rounded down to a whole number; even, at least 2."""
+    outer = config.values.get("partial_rotary_factor")
+    factor = outer if inner is None else inner
+    name = "partial_rotary_factor" if inner is None else f"{key}.partial_rotary_factor"
+    if inner is not None and outer is not None and inner != outer:
+        raise ModelFormatError(
+            f"{config.path}: key 'partial_rotary_factor': {shown(outer)} and key '{name}': {shown(inner)} differ; "
+            "expected one factor"
+        )
+    if factor is None:
+        factor = 1.0 if form.partial is None else form.partial
+    share = config.number(name, factor, above=0)
+    if form.partial is None and share != 1:
+        raise config.unsupported("partial_rotary_factor", factor, "1, rotation of the whole head")
+    rotary_dim = int(head_dim * share)
+    if share > 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise config.bad(name, factor, f"up to 1, rotating an even number of the {head_dim} dimensions of a head")
+    return rotary_dim
 
 
 def _theta(config: ConfigValues, key: str, inner: Any) -> float:
@@ -86,7 +114,7 @@ def _theta(config: ConfigValues, key: str, inner: Any) -> float:
     if outer is not None:
         outer = config.number("rope_theta", outer, above=0)
     if inner is None:
-        return DEFAULT_THETA if outer is None else float(outer)
+        return float(config.defaults.get("rope_theta", DEFAULT_THETA) if outer is None else outer)
     theta = config.number(f"{key}.rope_theta", inner, above=0)
     if outer is not None and outer != theta:
         raise ModelFormatError(
@@ -116,7 +144,9 @@ def _type(config: ConfigValues, key: str, given: dict[str, Any]) -> str:
     return kind
 
 
-def _parameter(config: ConfigValues, key: str, kind: str, name: str, given: dict[str, Any]) -> float | None:
+def _parameter(
+    config: ConfigValues, key: str, kind: str, name: str, required: bool, given: dict[str, Any]
+) -> float | None:
     value = given.get(name)
     if name == LIMIT and kind != "linear":
         maximum = config.integer("max_position_embeddings", 1, MAX_CONTEXT)
@@ -125,20 +155,20 @@ def _parameter(config: ConfigValues, key: str, kind: str, name: str, given: dict
         if kind == "dynamic" and value != maximum:  # transformers knows only max_position_embeddings there
             raise config.unsupported(f"{key}.{name}", value, f"max_position_embeddings {maximum} for rope_type dynamic")
     if value is None:
-        if PARAMETERS[kind][name]:
+        if required:
             raise ModelFormatError(f"{config.path}: key '{key}.{name}' is missing; expected it for rope_type {kind}")
         return None
     if name == "truncate":
         if not isinstance(value, bool):
             raise config.bad(f"{key}.{name}", value, "true or false")
         return float(value)
-    if name in ("mscale", "mscale_all_dim"):  # 0 counts as not given
+    if name in ("mscale", "mscale_all_dim", Q_SCALE):  # 0 counts as not given
         return config.number(f"{key}.{name}", value, at_least=0)
     return config.number(f"{key}.{name}", value, above=0)
 
 
 def _check(
-    config: ConfigValues, key: str, kind: str, parameters: dict[str, float], head_dim: int, theta: float
+    config: ConfigValues, key: str, kind: str, parameters: dict[str, float], rotary_dim: int, theta: float
 ) -> None:
     """Relations between parameters without which a formula has no value, or not the one meant."""
     if "factor" in parameters:
@@ -152,5 +182,5 @@ def _check(
         if fast < slow:
             raise config.bad(f"{key}.beta_fast", fast, f"at least beta_slow {slow}")
         config.number("rope_theta", theta, above=1)
-    if kind == "dynamic" and head_dim <= 2:
-        raise config.bad("head_dim", head_dim, "at least 4 for rope_type dynamic")
+    if kind == "dynamic" and rotary_dim <= 2:
+        raise config.bad("head_dim", rotary_dim, "at least 4 rotated dimensions for rope_type dynamic")

@@ -15,13 +15,15 @@ class RopeSpec:
     Formulas (float32, as in transformers' modeling_rope_utils) are in rope.py. `parameters` holds the numbers of the
     scaling type under their config names: linear {factor}; dynamic {factor, original_max_position_embeddings};
     llama3 {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}; yarn {factor, beta_fast,
-    beta_slow, mscale?, mscale_all_dim?, attention_factor?, truncate, original_max_position_embeddings}.
+    beta_slow, mscale?, mscale_all_dim?, attention_factor?, truncate, original_max_position_embeddings,
+    llama_4_scaling_beta?}.
     """
 
     rope_type: str  # "default", "linear", "dynamic", "llama3", "yarn"
     theta: float
-    rotary_dim: int  # even, <= head_dim
+    rotary_dim: int  # even, <= head_dim; dimensions from there on are not rotated
     parameters: tuple[tuple[str, float], ...] = ()
+    interleaved: bool = False  # the pairs are (0, 1), (2, 3) ... on disk, in place of (i, i + rotary_dim / 2)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     scale: float  # multiplies q.k; head_dim ** -0.5 in the Llama line
-    rope: RopeSpec
+    rope: RopeSpec | None  # None: no positions in this layer
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim, per head, on q and k before RoPE
@@ -69,6 +71,9 @@ class ModelSpec:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
+    embedding_scale: float = 1.0  # multiplies the embedding's rows, not the head
+    residual_scale: float = 1.0  # multiplies what attention and the FFN add to the hidden state
+    logits_scale: float = 1.0  # divides the logits
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     warnings: tuple[str, ...] = field(default=(), compare=False)
@@ -85,7 +90,8 @@ class ModelSpec:
         """
         longest = self.max_position_embeddings
         for layer in self.layers:
-            if layer.attention.rope.rope_type == "dynamic":
-                factor = dict(layer.attention.rope.parameters)["factor"]
+            rope = layer.attention.rope
+            if rope is not None and rope.rope_type == "dynamic":
+                factor = dict(rope.parameters)["factor"]
                 longest = max(longest, int(self.max_position_embeddings * factor))
         return longest

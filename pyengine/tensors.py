@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyengine import rope
 from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
 from pyengine.errors import ModelFormatError, UnsupportedModelError
 from pyengine.families import FAMILIES, Names
@@ -68,6 +69,21 @@ def layer_tensors(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     if a.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (a.head_dim,)
     return shapes
+
+
+def row_orders(layer: LayerSpec) -> dict[str, npt.NDArray[np.int64]]:
+    """Rows of a layer's tensors that are in another order on disk: [N], where each canonical row is among them.
+
+    By the name behind `model.layers.<n>.`; interleaved rotary pairs are read as half-split ones (rope.half_split).
+    """
+    a = layer.attention
+    if a.rope is None or not a.rope.interleaved:
+        return {}
+    head = rope.half_split(a.rope, a.head_dim)
+    heads = {"q": a.num_heads, "k": a.num_kv_heads}
+    rows = {key: np.concatenate([head + a.head_dim * h for h in range(count)]) for key, count in heads.items()}
+    orders = {f"self_attn.{key}_proj.{leaf}": rows[key] for key in heads for leaf in ("weight", "bias")}
+    return orders | {f"self_attn.{key}_norm.weight": head for key in heads}
 
 
 # ---- names on disk --------------------------------------------------------------------------------------------------
@@ -156,12 +172,21 @@ class CanonicalTensors:
         expected = expected_tensors(spec)
         on_disk = NamesOnDisk(FAMILIES[spec.architecture].names, checkpoint.tensors)
         self.sources = on_disk.sources(expected)
+        self.orders = {
+            f"model.layers.{layer.index}.{name}": rows
+            for layer in spec.layers
+            for name, rows in row_orders(layer).items()
+        }
         self.tensors = {
             name: replace(checkpoint.tensors[self.sources[name].name], shape=shape) for name, shape in expected.items()
         }
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """As `Checkpoint.read`, in the canonical shape."""
+        """As `Checkpoint.read`, in the canonical shape and order of rows."""
+        raw = self._read(name)
+        return raw[self.orders[name]] if name in self.orders else raw
+
+    def _read(self, name: str) -> npt.NDArray[Any]:
         source = self.sources[name]
         if source.rows is not None and not source.transposed and len(source.shape) > 1:
             return self.checkpoint.read_range(source.name, *source.rows)
@@ -173,7 +198,7 @@ class CanonicalTensors:
     def read_range(self, name: str, begin: int, end: int) -> npt.NDArray[Any]:
         """As `Checkpoint.read_range`, rows counted in the canonical tensor."""
         source = self.sources[name]
-        if source.transposed:
+        if source.transposed or name in self.orders:
             return self.read(name)[begin:end]
         first = 0 if source.rows is None else source.rows[0]
         return self.checkpoint.read_range(source.name, first + begin, first + end)
@@ -185,7 +210,7 @@ class CanonicalTensors:
     def read_rows(self, name: str, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """As `Checkpoint.read_rows`, rows counted in the canonical tensor."""
         source = self.sources[name]
-        if source.transposed:
+        if source.transposed or name in self.orders:
             return as_float32(self.read(name)[rows])
         return self.checkpoint.read_rows(source.name, rows if source.rows is None else rows + source.rows[0])
 
@@ -194,6 +219,7 @@ class CanonicalTensors:
         source, shape = self.sources[name], self.tensors[name].shape
         columns = shape[1] if len(shape) > 1 else 1
         row, column = divmod(flat, columns)
+        row = int(self.orders[name][row]) if name in self.orders else row
         row += 0 if source.rows is None else source.rows[0]
         return column * source.shape[1] + row if source.transposed else row * columns + column
 

@@ -210,10 +210,10 @@ class Packer:
         self.backend.tensor_pack(tensor, values)
         return tensor
 
-    def norm(self, name: str, raw: npt.NDArray[Any]) -> int:
-        """The weight of a norm, as it is."""
+    def norm(self, name: str, raw: npt.NDArray[Any], divisor: float = 1.0) -> int:
+        """The weight of a norm, over `divisor`."""
         self.check_not_zero(name, raw)
-        return self.vector([(name, raw, np.arange(len(raw)))], len(raw))
+        return self.vector([(name, as_float32(raw) / np.float32(divisor), np.arange(len(raw)))], len(raw))
 
 
 def is_zero(raw: npt.NDArray[Any]) -> bool:
@@ -334,7 +334,8 @@ def load_weights(
         del raw
     if progress is not None:
         progress(spec.num_layers, total, "loading")
-    weights.final_norm = packer.norm("model.norm.weight", source.read("model.norm.weight"))
+    # only the head reads the final norm: its weight carries what divides the logits
+    weights.final_norm = packer.norm("model.norm.weight", source.read("model.norm.weight"), spec.logits_scale)
     importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
         name = "model.embed_tokens.weight"

@@ -14,7 +14,7 @@ Config = dict[str, Any]
 
 
 def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 tensors of a config.json of the Llama, Mistral, Qwen2 or Qwen3 kind.
+    """Random float32 tensors of a config.json of a dense kind with Llama's names.
 
     Norm weights are drawn from [0.5, 1.5] and biases of size 1, so that a dropped term shows; matrices are scaled so
     that activations stay O(1). The order of the draws is part of the stored goldens: do not change it.
@@ -54,7 +54,7 @@ def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
         linear(p + "mlp.up_proj", inter, hidden, mlp_bias)
         linear(p + "mlp.down_proj", hidden, inter, mlp_bias)
     norm("model.norm", hidden)
-    if not config.get("tie_word_embeddings", False):
+    if not config.get("tie_word_embeddings", kind == "smollm3"):
         linear("lm_head", vocab, hidden)
     return tensors
 

@@ -36,7 +36,24 @@ LLAMA: Config = {
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
-BASES = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+GRANITE = {**LLAMA, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "residual_multiplier": 0.22}
+SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+MINISTRAL3 = {
+    **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "llama_4_scaling_beta": 0.1},
+}
+BASES = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "ministral3": MINISTRAL3,
+}
 GONE = object()  # a change that takes the key away
 BAD, UNSUPPORTED = ModelFormatError, UnsupportedModelError
 

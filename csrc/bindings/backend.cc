@@ -136,9 +136,16 @@ std::vector<int32_t> tensors_map(Backend& b, int fd, uint64_t offset,
   return ids;
 }
 
-int32_t rope_set(Backend& b, int32_t id, const Array<float>& table) {
+int32_t rope_set(Backend& b, int32_t id, const Array<float>& table, const py::object& q_scale) {
   if (table.ndim() != 2) raise("RequestError", "a rope table is float32 [positions, rotary_dim]");
-  check(pe_rope_set(b.handle, &id, table.data(), table.shape(0), static_cast<int32_t>(table.shape(1))));
+  Array<float> scales;
+  if (!q_scale.is_none()) {
+    scales = q_scale.cast<Array<float>>();
+    if (scales.ndim() != 1 || scales.shape(0) != table.shape(0))
+      raise("RequestError", "q_scale is float32 [positions] of the rope table");
+  }
+  check(pe_rope_set(b.handle, &id, table.data(), table.shape(0), static_cast<int32_t>(table.shape(1)),
+                    q_scale.is_none() ? nullptr : scales.data()));
   return id;
 }
 
@@ -187,7 +194,7 @@ void bind_backend(py::module_& m) {
           "tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
       .def("tensors_write", &tensors_write, py::arg("fd"), py::arg("offset"), py::arg("ids"))
       .def("tensors_map", &tensors_map, py::arg("fd"), py::arg("offset"), py::arg("descs"))
-      .def("rope_set", &rope_set, py::arg("id"), py::arg("table"))
+      .def("rope_set", &rope_set, py::arg("id"), py::arg("table"), py::arg("q_scale") = py::none())
       .def("kv_create", &kv_create, py::arg("layers"), py::arg("kv_heads"), py::arg("k_dim"), py::arg("v_dim"),
            py::arg("dtype"))
       .def(

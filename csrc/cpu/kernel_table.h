@@ -61,8 +61,8 @@ struct LinearArgs {
   const float* bias;  // [rows padded to 16] or nullptr
   float* out;         // out[t * out_stride + 16 * (panel - panel_begin) + r]; 16 columns of every panel are written
   int64_t out_stride;
-  int32_t accumulate;  // 1: out += result
-  uint8_t* scratch;    // kUnpacked * kPanel * padded_cols bytes, for unpacked panels
+  float factor;      // not 0: out += factor * result
+  uint8_t* scratch;  // kUnpacked * kPanel * padded_cols bytes, for unpacked panels
 };
 
 struct AttentionArgs {
@@ -106,7 +106,7 @@ struct KernelTable {
   void (*quantize)(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row);
   void (*linear)(const LinearArgs* args);
   void (*dequantize)(const Packed* weight, int64_t panel, float* out);  // as a panel of PE_F32: [cols][16]
-  void (*add)(const float* x, float* y, int64_t n);                     // y += x
+  void (*add)(const float* x, float* y, int64_t n, float factor);  // y += factor * x
   // y[16 j + i] = act(x[32 j + i]) * x[32 j + 16 + i]
   void (*act_mul)(const float* x, float* y, int64_t n, int32_t activation);
   // one head of `dim` columns, the first `rotary` rotated half-split by cos[rotary / 2] and sin[rotary / 2]

@@ -141,9 +141,10 @@ PE_API pe_status pe_checksum(const void* data, size_t bytes, uint64_t* sum);
 
 /* ---- rope tables and KV cache ------------------------------------------------------------------------------------ */
 
-/* table [positions, rotary_dim]: cos of the rotary_dim / 2 pairs, then sin. Copied. id < 0 on entry makes a new one. */
+/* table [positions, rotary_dim]: cos of the rotary_dim / 2 pairs, then sin. q_scale [positions] or NULL: what rotated
+ * query heads are then multiplied by. Copied. id < 0 on entry makes a new one. */
 PE_API pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int64_t positions,
-                             int32_t rotary_dim);
+                             int32_t rotary_dim, const float* q_scale);
 
 #define PE_KV_BLOCK 32 /* tokens in a block */
 
@@ -178,7 +179,7 @@ typedef enum pe_stage {
 
 typedef enum pe_op_kind {
   /* plain ops; [T, ...] are buffers, T = tokens of the batch */
-  PE_OP_EMBED = 0,    /* output = weight[token_ids] */
+  PE_OP_EMBED = 0,    /* output = scale * weight[token_ids] */
   PE_OP_LOAD_HIDDEN,  /* output = batch.hidden */
   PE_OP_NORM,         /* output = rms_norm(input) * norm */
   PE_OP_QUANTIZE,     /* output(int8) = quantize(input) */
@@ -187,14 +188,14 @@ typedef enum pe_op_kind {
   PE_OP_ROPE,         /* output = input with q and k heads rotated; in = [q | k | v] */
   PE_OP_KV_APPEND,    /* cache = k, v of input [q | k | v] */
   PE_OP_ATTENTION,    /* output = softmax(q . K * scale) . V; q = first heads * head_dim columns of input */
-  PE_OP_ADD,          /* output += input */
+  PE_OP_ADD,          /* output += scale * input */
   PE_OP_ACT_MUL,      /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
   PE_OP_MASK_COLUMNS, /* output = norm[column] != 0 ? output : 0 */
   PE_OP_TAP,          /* batch.taps[head_dim] = input */
   PE_OP_DEQUANTIZE,   /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
   /* fused ops */
   PE_OP_NORM_QUANTIZE,      /* NORM, QUANTIZE */
-  PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE, KV_APPEND; output = [q | k | v] */
+  PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE?, KV_APPEND; output = [q | k | v] */
   PE_OP_ATTENTION_QUANTIZE, /* ATTENTION, QUANTIZE */
   PE_OP_LINEAR_RESIDUAL,    /* LINEAR, ADD */
   PE_OP_GATED_FFN_RESIDUAL, /* LINEAR(weight), ACT_MUL, QUANTIZE, LINEAR(weight2), ADD */
@@ -216,7 +217,7 @@ typedef struct pe_op {
   int32_t rope, kv_group, kv_layer;
   int32_t heads, kv_heads, head_dim, window; /* window 0 = all keys */
   int32_t activation;
-  float eps, scale;
+  float eps, scale; /* scale: of embed, add and the ops that end in an add, 0 counts as 1 */
 } pe_op;
 
 typedef struct pe_buffer_desc {

@@ -16,7 +16,9 @@ struct RopeTable {
   int32_t rotary_dim = 0;
   std::vector<float> values;  // [positions][rotary_dim]: cos, then sin
   const float* cos(int64_t position) const { return values.data() + position * rotary_dim; }
+  std::vector<float> q_scales;  // [positions] or empty
   const float* sin(int64_t position) const { return cos(position) + rotary_dim / 2; }
+  float q_scale(int64_t position) const { return q_scales.empty() ? 1.0f : q_scales[static_cast<size_t>(position)]; }
 };
 
 }  // namespace pe

@@ -156,7 +156,8 @@ pe_status pe_checksum(const void* data, size_t bytes, uint64_t* sum) {
   });
 }
 
-pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int64_t positions, int32_t rotary_dim) {
+pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int64_t positions, int32_t rotary_dim,
+                      const float* q_scale) {
   return guarded([&] {
     check_pointer(backend, "backend");
     check_pointer(id, "id");
@@ -167,12 +168,14 @@ pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int6
       const RopeTable& old = backend->rope(*id);
       if (old.rotary_dim != rotary_dim) fail(PE_REQUEST, "rotary_dim %d; the table has %d", rotary_dim, old.rotary_dim);
     }
-    std::vector<float> values(table, table + positions * rotary_dim);
+    std::vector<float> values(table, table + positions * rotary_dim), scales;
+    if (q_scale) scales.assign(q_scale, q_scale + positions);
     if (*id < 0) *id = put(backend->ropes, std::make_unique<RopeTable>());
     RopeTable& t = *backend->ropes[static_cast<size_t>(*id)];
     t.positions = positions;
     t.rotary_dim = rotary_dim;
     t.values = std::move(values);
+    t.q_scales = std::move(scales);
   });
 }
 

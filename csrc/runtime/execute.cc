@@ -15,6 +15,10 @@ constexpr int64_t kFetchBytes = 64 << 10;  // of the next weights, while waiting
 int64_t first_share(int64_t count, int64_t grain, int threads) {
   return std::max(grain, count / (2 * threads) / grain * grain);
 }
+
+void scale_row(float* x, int64_t n, float by) {
+  for (int64_t i = 0; by != 1.0f && i < n; ++i) x[i] *= by;
+}
 }  // namespace
 
 void Program::run(const pe_batch& batch) {
@@ -142,8 +146,8 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_QK_NORM: return each_token(1, &Program::qk_norm, op, thread);
     case PE_OP_ROPE: return each_token(1, &Program::rope, op, thread);
     case PE_OP_KV_APPEND: return each_token(1, &Program::kv_append, op, thread);
-    case PE_OP_LINEAR: return linear(op, *op.weight, source(op, thread), op.bias, *op.output, false, thread);
-    case PE_OP_LINEAR_RESIDUAL: return linear(op, *op.weight, *op.input, op.bias, *op.output, true, thread);
+    case PE_OP_LINEAR: return linear(op, *op.weight, source(op, thread), op.bias, *op.output, 0.0f, thread);
+    case PE_OP_LINEAR_RESIDUAL: return linear(op, *op.weight, *op.input, op.bias, *op.output, op.d.scale, thread);
     case PE_OP_QKV_ROPE_APPEND: return qkv_rope_append(op, thread);
     case PE_OP_ATTENTION:
     case PE_OP_ATTENTION_QUANTIZE: return attention(op, thread);
@@ -156,7 +160,11 @@ void Program::dispatch(const Op& op, int thread) {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-void Program::embed(const Op& op, int64_t t, int) { k_.gather_row(op.weight, batch_->token_ids[t], op.output->row(t)); }
+void Program::embed(const Op& op, int64_t t, int) {
+  float* row = op.output->row(t);
+  k_.gather_row(op.weight, batch_->token_ids[t], row);
+  scale_row(row, op.output->width, op.d.scale);
+}
 
 void Program::load_hidden(const Op& op, int64_t t, int) {
   std::memcpy(op.output->row(t), batch_->hidden + t * op.output->width, static_cast<size_t>(op.output->width) * 4);
@@ -175,7 +183,9 @@ void Program::quantize(const Op& op, int64_t t, int) {
   k_.quantize(op.input->row(t), 0, op.input->width, &op.output->quant, t);
 }
 
-void Program::add(const Op& op, int64_t t, int) { k_.add(op.input->row(t), op.output->row(t), op.input->width); }
+void Program::add(const Op& op, int64_t t, int) {
+  k_.add(op.input->row(t), op.output->row(t), op.input->width, op.d.scale);
+}
 
 void Program::act_mul(const Op& op, int64_t t, int) {
   k_.act_mul(op.input->row(t), op.output->row(t), op.input->width / 2, op.d.activation);
@@ -210,7 +220,9 @@ void Program::norm_head(const Op& op, int64_t t, int64_t head) {
 void Program::rope_head(const Op& op, int64_t t, int64_t head) {
   const Buffer& b = op.d.kind == PE_OP_ROPE ? *op.input : *op.output;
   const int64_t p = batch_->positions[t];
-  k_.rope(b.row(t) + head_column(op, head), op.rope->rotary_dim, op.rope->cos(p), op.rope->sin(p));
+  float* x = b.row(t) + head_column(op, head);
+  k_.rope(x, op.rope->rotary_dim, op.rope->cos(p), op.rope->sin(p));
+  if (head < op.d.heads) scale_row(x, op.d.head_dim, op.rope->q_scale(p));
 }
 
 void Program::append_head(const Op& op, int64_t t, int64_t head) {
@@ -244,11 +256,11 @@ void Program::qkv_rope_append(const Op& op, int thread) {
   const auto heads = [&](int64_t begin, int64_t end) {
     for (int64_t h = begin; h < end; ++h) {
       linear_range(*op.weight, in, op.bias, h * panels, (h + 1) * panels, op.output->f + head_column(op, h),
-                   op.output->stride, false, batch_->tokens, thread);
+                   op.output->stride, 0.0f, batch_->tokens, thread);
       for (int64_t t = 0; t < batch_->tokens; ++t) {
         if (h < q + kv) {
           if (op.norm) norm_head(op, t, h);
-          rope_head(op, t, h);
+          if (op.rope) rope_head(op, t, h);
         }
         if (h >= q) append_head(op, t, h);
       }
@@ -260,7 +272,7 @@ void Program::qkv_rope_append(const Op& op, int thread) {
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
 void Program::linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
-                           int64_t stride, bool accumulate, int64_t tokens, int thread) {
+                           int64_t stride, float factor, int64_t tokens, int thread) {
   LinearArgs a{};
   a.weight = &w;
   a.panel_begin = begin;
@@ -272,15 +284,15 @@ void Program::linear_range(const Packed& w, const Buffer& in, const float* bias,
   a.bias = bias;
   a.out = out;
   a.out_stride = stride;
-  a.accumulate = accumulate;
+  a.factor = factor;
   a.scratch = thread_scratch(thread);
   k_.linear(&a);
 }
 
-void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out,
-                     bool accumulate, int thread) {
+void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, float factor,
+                     int thread) {
   const auto panels = [&](int64_t begin, int64_t end) {
-    linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, accumulate, batch_->tokens, thread);
+    linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, factor, batch_->tokens, thread);
   };
   share(w.panels, 2, thread, panels, batch_->tokens <= kGemvTokens);
 }
@@ -304,7 +316,7 @@ void Program::gated_ffn(const Op& op, int thread) {
   const auto gate_up = [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
       const int64_t first = u * kColumns / kPanel, last = std::min(first + kColumns / kPanel, op.weight->panels);
-      linear_range(*op.weight, in, op.bias, first, last, sums, kColumns, false, tokens, thread);
+      linear_range(*op.weight, in, op.bias, first, last, sums, kColumns, 0.0f, tokens, thread);
       const int64_t column = u * kActGroup, wide = (last - first) / 2 * kPanel;
       for (int64_t t = 0; t < tokens; ++t) {
         float values[kActGroup];
@@ -316,7 +328,7 @@ void Program::gated_ffn(const Op& op, int thread) {
   };
   share(units, 1, thread, gate_up, tokens <= kGemvTokens);
   inner_barrier(thread, op.weight2);
-  linear(op, *op.weight2, h, op.bias2, *op.output, true, thread);
+  linear(op, *op.weight2, h, op.bias2, *op.output, op.d.scale, thread);
 }
 
 void Program::lm_head(const Op& op, int thread) {
@@ -343,12 +355,12 @@ void Program::lm_head(const Op& op, int thread) {
     const int64_t inside = std::min(end, whole);
     if (begin < inside) {
       float* out = logits_out_ + begin * kPanel;
-      linear_range(w, *in, op.bias, begin, inside, out, logits_stride_, false, rows, thread);
+      linear_range(w, *in, op.bias, begin, inside, out, logits_stride_, 0.0f, rows, thread);
       for (int64_t r = 0; r < rows; ++r) check(out + r * logits_stride_, (inside - begin) * kPanel, r);
     }
     if (end > whole) {  // the last panel is wider than what is left of a row
       float* last = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(w.padded_cols));
-      linear_range(w, *in, op.bias, whole, whole + 1, last, kPanel, false, rows, thread);
+      linear_range(w, *in, op.bias, whole, whole + 1, last, kPanel, 0.0f, rows, thread);
       const int64_t n = w.rows - whole * kPanel;
       for (int64_t r = 0; r < rows; ++r) {
         std::memcpy(logits_out_ + r * logits_stride_ + whole * kPanel, last + r * kPanel, static_cast<size_t>(n) * 4);

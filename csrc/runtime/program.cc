@@ -89,6 +89,9 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
 
 void Program::resolve(const pe_op& d, Op& op) {
   op.d = d;
+  const bool scaled = d.kind == PE_OP_EMBED || d.kind == PE_OP_ADD || d.kind == PE_OP_LINEAR_RESIDUAL ||
+                      d.kind == PE_OP_GATED_FFN_RESIDUAL;
+  if (scaled && d.scale == 0.0f) op.d.scale = 1.0f;
   const auto buffer = [&](int32_t id) -> Buffer* {
     if (id < 0) return nullptr;
     if (static_cast<size_t>(id) >= buffers_.size()) bad(d, "a buffer id does not exist");
@@ -167,6 +170,7 @@ void Program::check(const Op& op) {
              !op.norm == !op.norm2,
          "the norms of q and k must both have head_dim columns");
   };
+  need(d, std::isfinite(d.scale), "the scale is not finite");
   switch (d.kind) {
     case PE_OP_EMBED:
       need(d, op.weight && op.output && !op.output->quantized && op.output->width == op.weight->cols,
@@ -210,7 +214,7 @@ void Program::check(const Op& op) {
       check_linear(op, op.weight, op.input, "needs a weight and an input");
       check_qkv(op.output);
       check_kv();
-      check_rope();
+      if (op.rope) check_rope();
       check_norms(false);
       check_bias(d.bias, op.weight);
       need(d, d.head_dim % kPanel == 0, "the fused form needs a head_dim of whole panels");

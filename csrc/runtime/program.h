@@ -90,8 +90,8 @@ class Program {
   void each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread);
   void norm_to(const Op& op, int64_t token, const Buffer& out, int64_t row, int thread);
   void linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
-                    int64_t stride, bool accumulate, int64_t tokens, int thread);
-  void linear(const Op& op, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, bool accumulate,
+                    int64_t stride, float factor, int64_t tokens, int thread);
+  void linear(const Op& op, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, float factor,
               int thread);
   void embed(const Op& op, int64_t token, int thread);
   void load_hidden(const Op& op, int64_t token, int thread);

@@ -13,7 +13,7 @@ from pyengine.cli import _options, _output
 
 if TYPE_CHECKING:
     from pyengine.checkpoint import TensorInfo
-    from pyengine.spec import ModelSpec
+    from pyengine.spec import AttentionSpec, ModelSpec
 
 
 def add_parser(commands: Any) -> None:
@@ -90,12 +90,21 @@ def layer_lines(spec: ModelSpec) -> list[str]:
         which = str(index) if first == index else f"{first}-{index}"
         text = (
             f"{which}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
-            f"{attention.head_dim}, rope {attention.rope.rope_type} theta {attention.rope.theta:g}; "
+            f"{attention.head_dim}, {rope_text(attention)}; "
             f"FFN {ffn.intermediate_size} {ffn.activation}"
         )
         lines.append(", ".join([text, *extras]))
         first = index + 1
     return lines
+
+
+def rope_text(attention: AttentionSpec) -> str:
+    """As in "rope yarn theta 10000 over 64"."""
+    rope = attention.rope
+    if rope is None:
+        return "no rope"
+    partial = "" if rope.rotary_dim == attention.head_dim else f" over {rope.rotary_dim}"
+    return f"rope {rope.rope_type} theta {rope.theta:g}{partial}"
 
 
 def print_table(spec: ModelSpec, record: dict[str, Any]) -> None:

@@ -170,7 +170,8 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
   std::vector<float> angles(static_cast<size_t>(kBlocks * PE_KV_BLOCK * s.rotary));
   for (float& x : angles) x = static_cast<float>(random.bits() >> 40) * (2.0f / 16777216.0f) - 1.0f;
   int32_t rope = -1;
-  good(pe_rope_set(c.backend, &rope, angles.data(), kBlocks * PE_KV_BLOCK, s.rotary));
+  const std::vector<float> q_scale(kBlocks * PE_KV_BLOCK, 1.25f);
+  good(pe_rope_set(c.backend, &rope, angles.data(), kBlocks * PE_KV_BLOCK, s.rotary, q_scale.data()));
   auto kv = sized<pe_kv_desc>();
   kv.layers = 1;
   kv.kv_heads = s.kv_heads;

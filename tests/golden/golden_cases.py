@@ -71,6 +71,41 @@ def rope_v5(base: Config, **scaling: Any) -> Config:
     return {**without(base, "rope_theta"), "rope_parameters": parameters, "dtype": "float32"}
 
 
+GRANITE: Config = {
+    **TL,
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+SMOLLM3: Config = without(
+    {**TL, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "pad_token_id": 0},
+    "rope_theta",
+    "tie_word_embeddings",
+)
+MINISTRAL3: Config = {
+    **without(TL, "rope_theta"),
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "head_dim": 24,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 9,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -102,6 +137,12 @@ CONFIGS: dict[str, Config] = {
     "qwen3_biases": {**TQ3, "attention_bias": True, "tie_word_embeddings": False},
     "qwen3_eps": {**TQ3, "rms_norm_eps": 0.05},
     "qwen3_window": {**TQ3, **WINDOWED},
+    # Multipliers, layers without RoPE, q scaled by position
+    "granite": GRANITE,
+    "granite_defaults": {**TL, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "mlp_bias": True},
+    "smollm3": {**SMOLLM3, "num_hidden_layers": 5},
+    "smollm3_listed": {**SMOLLM3, "no_rope_layers": [0, 1, 0], "num_hidden_layers": 3, "attention_bias": True},
+    "ministral3": MINISTRAL3,
     # RoPE types, both spellings
     "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},
     "rope_default_v5": rope_v5({**TL, "rope_theta": 500000.0}, rope_type="default"),

@@ -56,6 +56,8 @@ def set_rope(what: str, *cases: str, drop: tuple[str, ...] = (), numbers: dict[s
     """RoPE with other fields; `numbers` are set in and `drop` taken from the parameters of the scaling type."""
 
     def change(_index: int, attention: AttentionSpec) -> dict[str, Any]:
+        if attention.rope is None:
+            return {}
         rope = dataclasses.replace(attention.rope, **fields)
         kept = {key: value for key, value in rope.parameters if key not in drop}
         return {"rope": dataclasses.replace(rope, parameters=tuple(sorted({**kept, **(numbers or {})}.items())))}
@@ -122,6 +124,52 @@ set_rope(
     "rope_yarn_original_absent",
     numbers={"original_max_position_embeddings": 2048},
 )
+
+
+def set_model(what: str, *cases: str, **fields: Any) -> None:
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        model.spec = dataclasses.replace(model.spec, **fields)
+
+    variant(what, *cases)(make_wrong)
+
+
+set_model("embedding not multiplied", "granite", embedding_scale=1.0)
+set_model("residual not multiplied", "granite", residual_scale=1.0)
+set_model("logits not divided", "granite", logits_scale=1.0)
+set_model("logits multiplied", "granite", logits_scale=1 / 3)
+set_attention("scale of head_dim", "granite", "granite_defaults", scale=16**-0.5)
+set_rope("theta 10000", "smollm3", "smollm3_listed", theta=10000.0)
+set_rope("q not scaled by position", "ministral3", drop=("llama_4_scaling_beta",))
+set_rope("q scaled by the position itself", "ministral3", numbers={"original_max_position_embeddings": 1})
+
+
+@variant("RoPE in every layer", "smollm3", "smollm3_listed")
+def rope_everywhere(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    ropes = [layer.attention.rope for layer in model.spec.layers]
+    assert None in ropes
+    rope = next(rope for rope in ropes if rope is not None)
+    model.spec = with_attention(model.spec, lambda _index, _attention: {"rope": rope})
+
+
+@variant("no_rope_layers read the other way round", "smollm3", "smollm3_listed")
+def rope_where_there_is_none(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    rope = next(layer.attention.rope for layer in model.spec.layers if layer.attention.rope is not None)
+    model.spec = with_attention(model.spec, lambda _index, a: {"rope": rope if a.rope is None else None})
+
+
+@variant("k scaled by position too", "ministral3")
+def k_scaled(model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    from pyengine import rope
+
+    right = rope.cos_sin
+
+    def cos_sin(spec: Any, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        by = rope.q_scale(spec, start, stop)
+        assert by is not None
+        cos, sin = right(spec, start, stop)
+        return cos * by[:, None], sin * by[:, None]
+
+    patch.setattr(reference.rope, "cos_sin", cos_sin)
 
 
 @variant("interleaved RoPE", "llama", "mistral_window", "qwen2", "qwen3")

@@ -171,7 +171,7 @@ def test_null_pointers_are_refused(c: Client, backend: Any) -> None:
         (lambda: lib.pe_tensor_dequantize(backend, 0, null), "out is NULL"),
         (lambda: lib.pe_tensor_free(null, 0), "backend is NULL"),
         (lambda: lib.pe_flush_caches(null), "backend is NULL"),
-        (lambda: lib.pe_rope_set(backend, i32, null, 1, 2), "table is NULL"),
+        (lambda: lib.pe_rope_set(backend, i32, null, 1, 2, null), "table is NULL"),
         (lambda: lib.pe_kv_create(backend, null, i32), "desc is NULL"),
         (lambda: lib.pe_kv_reserve(null, 0, 1), "backend is NULL"),
         (lambda: lib.pe_kv_block_bytes(backend, 0, null), "bytes is NULL"),
@@ -338,12 +338,12 @@ def test_a_program_keeps_the_tensors_it_uses(c: Client, backend: Any) -> None:
 def test_rope_tables_and_kv_groups(c: Client, backend: Any) -> None:
     lib, i32, size = c.lib, c.ffi.new("int32_t*", -1), c.ffi.new("size_t*")
     table = c.array(normal(11, 4, 8))
-    c.good(lib.pe_rope_set(backend, i32, table, 4, 8))
-    c.bad(lib.pe_rope_set(backend, i32, table, 4, 6), REQUEST, "rotary_dim 6; the table has 8")
+    c.good(lib.pe_rope_set(backend, i32, table, 4, 8, c.ffi.NULL))
+    c.bad(lib.pe_rope_set(backend, i32, table, 4, 6, c.ffi.NULL), REQUEST, "rotary_dim 6; the table has 8")
     for positions, dim in ((0, 8), (4, 7), (4, 0)):
-        c.bad(lib.pe_rope_set(backend, i32, table, positions, dim), REQUEST, "rope table of")
+        c.bad(lib.pe_rope_set(backend, i32, table, positions, dim, c.ffi.NULL), REQUEST, "rope table of")
     i32[0] = 9
-    c.bad(lib.pe_rope_set(backend, i32, table, 4, 8), REQUEST, "rope table 9 does not exist")
+    c.bad(lib.pe_rope_set(backend, i32, table, 4, 8, c.ffi.NULL), REQUEST, "rope table 9 does not exist")
     good = {"layers": 2, "kv_heads": 3, "k_dim": 8, "v_dim": 24, "dtype": lib.PE_KV_BF16}
     c.good(lib.pe_kv_create(backend, c.struct("pe_kv_desc", **good), i32))
     c.good(lib.pe_kv_block_bytes(backend, i32[0], size))

@@ -36,8 +36,12 @@ MORE_FORMATS: dict[str, dict[str, Any]] = {  # run on one family each
 LENGTH = 70  # over two KV blocks; the long case below crosses a partition of 256 keys
 CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7")
 WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
+FORMS = ("granite", "smollm3_listed", "ministral3_16")  # multipliers, a layer without RoPE, q scaled by position
 MORE_CASES: dict[str, dict[str, Any]] = {
     "wide_window": {**CONFIGS["qwen2_window"], "hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 1},
+    "granite": CONFIGS["granite"],
+    "smollm3_listed": CONFIGS["smollm3_listed"],
+    "ministral3_16": {**CONFIGS["ministral3"], "head_dim": 16},
     "wide_biases": {**CONFIGS["llama_biases"], "hidden_size": 192, "head_dim": 48, "intermediate_size": 300},
 }
 
@@ -71,7 +75,12 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
-    ("case", "fmt"), [*itertools.product(CASES, FORMATS), *zip(itertools.cycle(WIDE), MORE_FORMATS, strict=False)]
+    ("case", "fmt"),
+    [
+        *itertools.product(CASES, FORMATS),
+        *zip(itertools.cycle(WIDE), MORE_FORMATS, strict=False),
+        *itertools.product(FORMS, ("f32", "int4_int8_cache")),
+    ],
 )
 def test_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str, isa: str) -> None:
     engine = load(case, isa, fmt)
@@ -165,6 +174,9 @@ def test_fusion_happens_where_it_can(load: Any) -> None:
         *("EMBED", "NORM", "QUANTIZE", "LINEAR", "QK_NORM", "ROPE", "KV_APPEND", "ATTENTION", "ADD", "ACT_MUL"),
         *("LM_HEAD", "SAMPLE"),
     }
+    for case in FORMS:
+        names = [kinds[op["kind"]] for op in load(case, ISAS[-1], "int8").program.ops]
+        assert not {"LINEAR", "ADD", "KV_APPEND", "ROPE"} & set(names), case
     apart = {kinds[op["kind"]] for op in load("llama_head_dim", ISAS[-1], "int8").program.ops}
     assert "QKV_ROPE_APPEND" not in apart  # heads of 24 share panels
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,11 @@ from compare import assert_same_bits
 from golden.golden_cases import CONFIGS
 
 import pyengine
+from pyengine import reference
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, UnsupportedModelError
-from pyengine.families import FAMILIES, Names
+from pyengine.families import FAMILIES, Names, RopeForm
 from pyengine.reference import load_reference
 from pyengine.tensors import CanonicalTensors, NamesOnDisk, check_tensors
 
@@ -169,3 +172,94 @@ def test_zeros_are_named_as_on_disk(odd: Callable[..., Path]) -> None:
     folder = odd(change=lambda t: t[name].fill(0))
     with pyengine.load(folder, quant="f32", threads=1) as one:
         assert [text.split(": ")[1] for text in one.spec.warnings] == [f"tensor '{name}' is all zero"]
+
+
+INTERLEAVED = CONFIGS["qwen3_biases"]  # biases and norms of q and k have their order too
+
+
+@pytest.fixture
+def interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = FAMILIES["Qwen3ForCausalLM"]
+    monkeypatch.setitem(FAMILIES, "Qwen3ForCausalLM", replace(family, rope=RopeForm(partial=0.25, interleaved=True)))
+
+
+def rotated_in_pairs(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """x [T, heads, head_dim], dimensions 2 i and 2 i + 1 rotated by angle i, the rest as it is."""
+    out, width = x.copy(), 2 * cos.shape[1]
+    a, b, cos, sin = x[..., 0:width:2], x[..., 1:width:2], cos[:, None, :], sin[:, None, :]
+    out[..., 0:width:2], out[..., 1:width:2] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+@pytest.mark.usefixtures("interleaved")
+def test_interleaved_pairs_are_read_as_half_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of the tensors as stored, rotated pair by pair; a part of the head alone is rotated."""
+    folder = write_tiny_model(tmp_path, INTERLEAVED, seed=5)
+    model = load_reference(folder, np.float64)
+    assert model.spec.layers[0].attention.rope.rotary_dim == 8
+    logits = model.forward(IDS)
+    model.weights = tiny_tensors(INTERLEAVED, seed=5)
+    assert np.abs(model.forward(IDS) - logits).max() > 0.1
+    monkeypatch.setattr(reference, "apply_rope", rotated_in_pairs)
+    np.testing.assert_allclose(model.forward(IDS), logits, rtol=0, atol=1e-9)
+    with pyengine.load(folder, quant="f32", threads=1) as engine:
+        np.testing.assert_allclose(engine.logits(IDS), logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("interleaved")
+def test_interleaved_rows_keep_their_place_in_errors(tmp_path: Path) -> None:
+    tensors = tiny_tensors(INTERLEAVED)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name][33, 7] = np.nan
+    folder = write_tiny_model(tmp_path, INTERLEAVED, tensors=tensors)
+    with pytest.raises(ModelFormatError, match=f"tensor '{name}': nan at flat index {33 * 96 + 7};"):
+        pyengine.load(folder, quant="f32", threads=1)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("text", ["ministral3", "mistral_window"])
+def test_the_decoder_of_a_model_of_several_parts(text: str, prefix: str, tmp_path: Path) -> None:
+    inner = CONFIGS[text]
+    tensors = tiny_tensors(inner)
+    head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {key: value for key, value in inner.items() if key != "architectures"},
+        "vision_config": {"model_type": "pixtral", "hidden_size": 8},
+        "image_token_index": 10,
+        "vision_feature_layer": -1,
+    }
+    stored = {prefix + name.removeprefix("model."): value for name, value in tensors.items() if name[:3] != "lm_"}
+    vision = "model.vision_tower." if prefix.startswith("model.") else "vision_tower."
+    stored |= {head: tensors["lm_head.weight"], vision + "ln_pre.weight": np.ones(8, np.float32)}
+    whole = write_tiny_model(tmp_path / "whole", outer, tensors=stored)
+    alone = write_tiny_model(tmp_path / "alone", inner, tensors=tensors)
+    with pyengine.load(whole, quant="f32", threads=1) as one, pyengine.load(alone, quant="f32", threads=1) as other:
+        assert_same_bits(one.logits(IDS), other.logits(IDS), "the decoder alone")
+        assert any(vision in note for note in one.notes)
+        assert one.spec.architecture == outer["architectures"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"text_config": None}, ModelFormatError, "key 'text_config': 'None'; expected an object"),
+        ({"text_config": {"model_type": "qwen2"}}, UnsupportedModelError, "text_config: key 'architectures' is miss"),
+        ({"text_config": {"hidden_size": 0}}, ModelFormatError, "text_config: key 'hidden_size': '0'"),
+        ({"tie_word_embeddings": True}, ModelFormatError, "key 'tie_word_embeddings': 'True'; expected False"),
+        ({"quantization_config": {"quant_method": "x"}}, UnsupportedModelError, "key 'quantization_config': 'x'"),
+        ({"vision_scale": 2.0}, UnsupportedModelError, "key 'vision_scale'"),
+    ],
+)
+def test_a_model_of_several_parts_is_refused_by_name(
+    changes: dict[str, object], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    inner = {**CONFIGS["ministral3"]}
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": inner}
+    del inner["architectures"]
+    nested = changes.get("text_config")
+    changed = {**config, **changes, **({"text_config": {**inner, **nested}} if isinstance(nested, dict) else {})}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(error, match=re.escape(text)):
+        load_model_spec(tmp_path)

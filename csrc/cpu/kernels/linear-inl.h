@@ -116,7 +116,7 @@ inline F add_outliers(F f, const LinearArgs& a, const Scales<FORMAT>& scales, in
 inline void write_out(const LinearArgs& a, int64_t token, int64_t panel, F f) {
   if (a.bias) f = simd::add(f, simd::load(a.bias + panel * kPanel));
   float* out = a.out + token * a.out_stride + (panel - a.panel_begin) * kPanel;
-  if (a.accumulate) f = simd::add(simd::load(out), f);
+  if (a.factor != 0.0f) f = simd::fma(f, simd::set1(a.factor), simd::load(out));
   simd::store(out, f);
 }
 

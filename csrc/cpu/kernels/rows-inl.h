@@ -94,10 +94,11 @@ void quantize(const float* x, int64_t begin, int64_t end, const QuantView* out, 
   }
 }
 
-void add(const float* x, float* y, int64_t n) {
+void add(const float* x, float* y, int64_t n, float factor) {
+  const F by = simd::set1(factor);
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) simd::store(y + i, simd::add(simd::load(y + i), simd::load(x + i)));
-  for (; i < n; ++i) y[i] = y[i] + x[i];
+  for (; i + 16 <= n; i += 16) simd::store(y + i, simd::fma(simd::load(x + i), by, simd::load(y + i)));
+  for (; i < n; ++i) y[i] = __builtin_fmaf(x[i], factor, y[i]);
 }
 
 // n is a multiple of 16: rows are padded to whole panels
