@@ -87,6 +87,7 @@ class OpKind(_Enum):
     QKV_ROPE_APPEND: ClassVar[OpKind]
     ATTENTION_QUANTIZE: ClassVar[OpKind]
     LINEAR_RESIDUAL: ClassVar[OpKind]
+    NORM_RESIDUAL: ClassVar[OpKind]
     GATED_FFN_RESIDUAL: ClassVar[OpKind]
     LM_HEAD: ClassVar[OpKind]
     SAMPLE: ClassVar[OpKind]
@@ -99,6 +100,10 @@ class Stage(_Enum):
     FFN: ClassVar[Stage]
     LM_HEAD: ClassVar[Stage]
     SAMPLE: ClassVar[Stage]
+
+class Norm(_Enum):
+    RMS_NORM: ClassVar[Norm]
+    LAYER_NORM: ClassVar[Norm]
 
 class Activation(_Enum):
     SILU: ClassVar[Activation]

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from pyengine import rope
 from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
-from pyengine.checkpoint import Checkpoint, as_float32
+from pyengine.checkpoint import Checkpoint
 from pyengine.decoder import Hooks, KvLayout, build_layer
 from pyengine.quantize import PackedFormat
+from pyengine.reference import normalize
 from pyengine.spec import LayerSpec, ModelSpec
 from pyengine.tensors import CanonicalTensors
 from pyengine.weights import Importance, Packer, Raw, TensorDesc, pack_layer
@@ -120,8 +121,8 @@ class Calibrator:
         """The same for lm_head, after the last layer: the input is the final norm's output."""
         self.packer.free()
         self.taps.clear()
-        x = self.hidden.astype(np.float64)
-        norm = as_float32(self.source.read("model.norm.weight"))
+        spec = self.spec.norm
+        bias = self.source.read_float32("model.norm.bias") if spec.bias else None
         with np.errstate(invalid="ignore"):  # of a hidden state that holds Inf
-            x = x / np.sqrt(np.mean(np.square(x), axis=1, keepdims=True) + self.spec.rms_norm_eps) * norm
+            x = normalize(self.hidden.astype(np.float64), spec, self.source.read_float32("model.norm.weight"), bias)
         return mean_square(x.astype(np.float32))

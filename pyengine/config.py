@@ -7,6 +7,7 @@ its value means "off"; it is an error where its name tells that it changes the c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
         architecture=architecture,
         hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
         vocab_size=vocab_size,
-        rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
+        norm=replace(family.norm, eps=config.positive(family.norm_eps_key, family.norm.eps)),
         max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_CONTEXT),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         layers=layers,
@@ -209,6 +210,8 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
                 window=window,
             ),
             ffn,
+            family.norm_before,
+            family.norm_after,
         )
         for index, window in enumerate(_windows(config, family, count))
     )

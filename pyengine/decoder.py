@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pyengine._core import Activation, Backend, Format, OpKind, Program, Stage
+from pyengine._core import Activation, Backend, Format, Norm, OpKind, Program, Stage
 from pyengine.errors import RequestError
 from pyengine.fuse import fuse
 from pyengine.spec import LayerSpec, ModelSpec, RopeSpec
@@ -21,6 +21,7 @@ from pyengine.weights import NONE, LayerWeights, ModelWeights, QkvLayout, padded
 Op = dict[str, Any]  # the fields of pe_op (csrc/include/pyengine.h)
 
 TAPS = ("attn_norm", "attention", "ffn_norm", "act", "hidden")
+NORMS = {"rms": Norm.RMS_NORM, "layer": Norm.LAYER_NORM}
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 
 
@@ -70,6 +71,27 @@ class Builder:
     def emit(self, kind: OpKind, stage: Stage, layer: int, **fields: Any) -> None:
         self.ops.append({"kind": int(kind), "stage": int(stage), "layer": layer, **fields})
 
+    def norm_fields(self, weight: int, bias: int) -> Op:
+        """Fields of an op that normalizes."""
+        spec = self.spec.norm
+        return {"norm": weight, "norm_bias": bias, "norm_kind": int(NORMS[spec.kind]), "eps": spec.eps}
+
+    def enter(self, layer: LayerSpec, x: int, weight: int, bias: int) -> int:
+        """The buffer that a branch reads: the norm of x, or x itself."""
+        if not layer.norm_before:
+            return x
+        out = self.buffer("norm", self.spec.hidden_size)
+        fields = self.norm_fields(weight, bias)
+        self.emit(OpKind.NORM, Stage.NORM, layer.index, input=x, output=out, **fields)
+        return out
+
+    def leave(self, layer: LayerSpec, branch: int, x: int, weight: int, bias: int, stage: Stage) -> None:
+        """x += branch, or its norm."""
+        if layer.norm_after:
+            fields = self.norm_fields(weight, bias)
+            self.emit(OpKind.NORM, Stage.NORM, layer.index, input=branch, output=branch, **fields)
+        self.emit(OpKind.ADD, stage, layer.index, input=branch, output=x, scale=self.spec.residual_scale)
+
     def quantized(self, source: int, name: str, stage: Stage, layer: int) -> int:
         """The buffer a matrix reads: `source` itself for float weights, its int8 form otherwise."""
         if not self.integer:
@@ -101,20 +123,21 @@ class Builder:
 
 def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
     """x += attention(norm(x)); x += ffn(norm(x))."""
-    a, f, i, eps, hidden = layer.attention, layer.ffn, layer.index, b.spec.rms_norm_eps, b.spec.hidden_size
+    a, f, i, hidden = layer.attention, layer.ffn, layer.index, b.spec.hidden_size
     qkv = QkvLayout.of(a)
     heads = {"heads": a.num_heads, "kv_heads": a.num_kv_heads, "head_dim": a.head_dim}
     kv_group, kv_layer = b.layout.groups[i]
     kv = {**heads, "kv_group": kv_group, "kv_layer": kv_layer}
-    norm, joined = b.buffer("norm", hidden), b.buffer("qkv", qkv.width)
+    joined = b.buffer("qkv", qkv.width)
     attended, branch = b.buffer("attended", a.num_heads * a.head_dim), b.buffer("branch", hidden)
 
-    b.emit(OpKind.NORM, Stage.NORM, i, input=x, output=norm, norm=w.attn_norm, eps=eps)
+    norm = b.enter(layer, x, w.attn_norm, w.attn_norm_bias)
     b.tap(i, "attn_norm", norm, Stage.NORM)
     q_in = b.quantized(norm, "norm", Stage.NORM, i)
     b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=q_in, output=joined, weight=w.qkv, bias=w.qkv_bias)
     if a.qk_norm:
-        b.emit(OpKind.QK_NORM, Stage.ATTENTION, i, input=joined, norm=w.q_norm, norm2=w.k_norm, eps=eps, **heads)
+        norms = {"norm": w.q_norm, "norm2": w.k_norm, "eps": b.spec.norm.eps}
+        b.emit(OpKind.QK_NORM, Stage.ATTENTION, i, input=joined, **norms, **heads)
     if a.rope is not None:
         b.emit(OpKind.ROPE, Stage.ATTENTION, i, input=joined, rope=b.layout.ropes[a.rope], **heads)
     b.emit(OpKind.KV_APPEND, Stage.ATTENTION, i, input=joined, **kv)
@@ -123,12 +146,12 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
     b.tap(i, "attention", attended, Stage.ATTENTION)
     o_in = b.quantized(attended, "attended", Stage.ATTENTION, i)
     b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=o_in, output=branch, weight=w.o, bias=w.o_bias)
-    b.emit(OpKind.ADD, Stage.ATTENTION, i, input=branch, output=x, scale=b.spec.residual_scale)
+    b.leave(layer, branch, x, w.attn_post_norm, w.attn_post_norm_bias, Stage.ATTENTION)
 
     if i not in b.hooks.ffn_skip:
         inter = f.intermediate_size
         gate_up, act = b.buffer("gate_up", 2 * padded(inter)), b.buffer("act", inter)
-        b.emit(OpKind.NORM, Stage.NORM, i, input=x, output=norm, norm=w.ffn_norm, eps=eps)
+        norm = b.enter(layer, x, w.ffn_norm, w.ffn_norm_bias)
         b.tap(i, "ffn_norm", norm, Stage.NORM)
         f_in = b.quantized(norm, "norm", Stage.NORM, i)
         b.emit(OpKind.LINEAR, Stage.FFN, i, input=f_in, output=gate_up, weight=w.gate_up, bias=w.gate_up_bias)
@@ -138,7 +161,7 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
         b.tap(i, "act", act, Stage.FFN)
         d_in = b.quantized(act, "act", Stage.FFN, i)
         b.emit(OpKind.LINEAR, Stage.FFN, i, input=d_in, output=branch, weight=w.down, bias=w.down_bias)
-        b.emit(OpKind.ADD, Stage.FFN, i, input=branch, output=x, scale=b.spec.residual_scale)
+        b.leave(layer, branch, x, w.ffn_post_norm, w.ffn_post_norm_bias, Stage.FFN)
     b.tap(i, "hidden", x, Stage.FFN)
 
 
@@ -196,8 +219,8 @@ def build(
     b.emit(OpKind.EMBED, Stage.EMBED, NONE, output=x, weight=weights.embed, scale=spec.embedding_scale)
     for layer, w in zip(spec.layers, weights.layers, strict=True):
         emit_layer(b, layer, w, x)
-    head = {"weight": weights.lm_head, "norm": weights.final_norm, "eps": spec.rms_norm_eps}
-    b.emit(OpKind.LM_HEAD, Stage.LM_HEAD, NONE, input=x, **head)
+    norm = b.norm_fields(weights.final_norm, weights.final_norm_bias)
+    b.emit(OpKind.LM_HEAD, Stage.LM_HEAD, NONE, input=x, weight=weights.lm_head, **norm)
     b.emit(OpKind.SAMPLE, Stage.SAMPLE, NONE)
     return finish(b, fused=fused, timed=timed, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
 

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pyengine.spec import NormSpec
+
+_RMS = NormSpec(1e-6)
+
 
 @dataclass(frozen=True)
 class Names:
@@ -44,7 +48,11 @@ class Family:
     model_type: str
     qkv_bias: bool | None = None  # None: the key attention_bias decides, for o_proj too
     mlp_bias_key: bool = False  # the key mlp_bias exists
-    qk_norm: bool = False
+    qk_norm: str | None = None  # as in AttentionSpec
+    norm: NormSpec = _RMS  # its eps is that of a file without the key
+    norm_eps_key: str = "rms_norm_eps"
+    norm_before: bool = True  # as in LayerSpec
+    norm_after: bool = False
     window: str = "none"  # "key": sliding_window alone; "switched": by use_sliding_window, per layer
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be absent; null is not absent
     names: Names = field(default_factory=Names)
@@ -53,6 +61,8 @@ class Family:
     rope: RopeForm = field(default_factory=RopeForm)
 
 
+# Norms after a branch: the canonical names are GLM-4's, because Llama's norm before the FFN has the shorter one.
+_AFTER = {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
@@ -77,7 +87,19 @@ FAMILIES: dict[str, Family] = {
         defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
     "Qwen2ForCausalLM": Family("qwen2", "qwen2", qkv_bias=True, window="switched", defaults=_QWEN),
-    "Qwen3ForCausalLM": Family("qwen3", "qwen3", qk_norm=True, window="switched", defaults={**_QWEN, "head_dim": 128}),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", "qwen3", qk_norm="head", window="switched", defaults={**_QWEN, "head_dim": 128}
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        "olmo2",
+        qk_norm="whole",
+        norm=NormSpec(1e-5),
+        norm_before=False,
+        norm_after=True,
+        defaults={"max_position_embeddings": 2048},
+        names=Names(renames=_AFTER),
+    ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
         "ministral3",

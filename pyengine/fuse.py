@@ -53,13 +53,18 @@ def _gated_ffn(ops: list[Op]) -> Op | None:
         "weight2": down["weight"],
         **({"bias2": down["bias"]} if "bias" in down else {}),
         "output": add["output"],
-        **({"scale": add["scale"]} if "scale" in add else {}),
+        "scale": add.get("scale", 1.0),
     }
 
 
 def _linear_residual(ops: list[Op]) -> Op | None:
     linear, add = ops
     return {**linear, **add, "kind": int(OpKind.LINEAR_RESIDUAL), "input": linear["input"]}
+
+
+def _norm_residual(ops: list[Op]) -> Op | None:
+    norm, add = ops
+    return {**norm, "kind": int(OpKind.NORM_RESIDUAL), "output": add["output"], "scale": add.get("scale", 1.0)}
 
 
 K = OpKind
@@ -72,6 +77,7 @@ PATTERNS: list[tuple[list[OpKind], Callable[[list[Op]], Op | None]]] = [
     ([K.LINEAR, K.KV_APPEND], _qkv),
     ([K.ATTENTION, K.QUANTIZE], _attention_quantize),
     ([K.NORM, K.QUANTIZE], _norm_quantize),
+    ([K.NORM, K.ADD], _norm_residual),
     ([K.LINEAR, K.ADD], _linear_residual),
 ]
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import KV_BLOCK, Backend, Format, KvDtype, OpKind, Program, Stage
+from pyengine._core import KV_BLOCK, Backend, Format, KvDtype, Norm, OpKind, Program, Stage
 from pyengine.decoder import ACTIVATIONS
 from pyengine.errors import RequestError
 from pyengine.fuse import fuse
@@ -276,6 +276,25 @@ def rms_norm(x: Any, weight: Any, *, eps: float = 1e-6, threads: int | None = No
     source, out = b.buffer(width), b.buffer(width)
     b.op(OpKind.LOAD_HIDDEN, output=source)
     b.op(OpKind.NORM, input=source, output=out, norm=b.vector(values(weight, "weight", width)), eps=eps)
+    return b.show(b.program(out, len(x)), x, width)
+
+
+def layer_norm(
+    x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5, threads: int | None = None, isa: str | None = None
+) -> Float32:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias over rows of x [M, K]: float32 [M, K].
+
+    weight [K]; bias [K], or None for none (Ba et al. 2016).
+    """
+    x = values(x, "x", None, None)
+    width = x.shape[1]
+    b = Bench(threads, isa)
+    source, out = b.buffer(width), b.buffer(width)
+    ids = {"norm": b.vector(values(weight, "weight", width))}
+    if bias is not None:
+        ids["norm_bias"] = b.vector(values(bias, "bias", width))
+    b.op(OpKind.LOAD_HIDDEN, output=source)
+    b.op(OpKind.NORM, input=source, output=out, norm_kind=int(Norm.LAYER_NORM), eps=eps, **ids)
     return b.show(b.program(out, len(x)), x, width)
 
 

@@ -20,7 +20,7 @@ from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError, UnsupportedModelError
-from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, NormSpec
 from pyengine.tensors import CanonicalTensors, check_tensors
 
 Array = NDArray[Any]
@@ -31,6 +31,20 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis; x [..., d], weight [d]."""
     y: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + x.dtype.type(eps)) * weight
     return y
+
+
+def layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias over the last axis; x [..., d], weight, bias [d]."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    y = rms_norm(centred, weight, eps)
+    return y if bias is None else y + bias
+
+
+def normalize(x: Array, spec: NormSpec, weight: Array, bias: Array | None = None) -> Array:
+    """The norm that `spec` describes over the last axis of x; `weight` and `bias` [d] as stored."""
+    if spec.plus_one:
+        weight = 1 + weight
+    return layer_norm(x, weight, bias, spec.eps) if spec.kind == "layer" else rms_norm(x, weight, spec.eps)
 
 
 def softmax(x: Array) -> Array:
@@ -161,7 +175,8 @@ class ReferenceModel:
         return y + self.weight(name + ".bias") if bias else y
 
     def norm(self, x: Array, name: str) -> Array:
-        return rms_norm(x, self.weight(name + ".weight"), self.spec.rms_norm_eps)
+        bias = self.weight(name + ".bias") if name + ".bias" in self.weights else None
+        return normalize(x, self.spec.norm, self.weight(name + ".weight"), bias)
 
     def forward(
         self,
@@ -221,19 +236,31 @@ class ReferenceModel:
         skip_ffn: bool = False,
         masked: Sequence[int] | Array | None = None,
     ) -> Array:
-        """One decoder layer: x += scale attention(norm(x)); x += scale ffn(norm(x)), scale = residual_scale."""
+        """One decoder layer: x += scale attention(norm(x)); x += scale ffn(norm(x)), scale = residual_scale.
+
+        Norms stand before the branches, after them, or both.
+        """
         scale = self.dtype.type(self.spec.residual_scale)
+
+        def before(x: Array, name: str) -> Array:
+            return self.norm(x, prefix + name) if layer.norm_before else x
+
+        def after(branch: Array, name: str) -> Array:
+            return self.norm(branch, prefix + name) if layer.norm_after else branch
+
         prefix = f"model.layers.{layer.index}."
         seen: dict[str, Array] = {}
-        seen["attn_norm"] = self.norm(x, prefix + "input_layernorm")
+        seen["attn_norm"] = before(x, "input_layernorm")
         seen["attention"] = self.attend(seen["attn_norm"], layer, start, cache)
-        x = x + scale * self.linear(seen["attention"], prefix + "self_attn.o_proj", layer.attention.o_bias)
+        branch = self.linear(seen["attention"], prefix + "self_attn.o_proj", layer.attention.o_bias)
+        x = x + scale * after(branch, "post_self_attn_layernorm")
         if not skip_ffn:
-            seen["ffn_norm"] = self.norm(x, prefix + "post_attention_layernorm")
+            seen["ffn_norm"] = before(x, "post_attention_layernorm")
             seen["act"] = self.gated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
             if masked is not None:
                 seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
-            x = x + scale * self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
+            branch = self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
+            x = x + scale * after(branch, "post_mlp_layernorm")
         seen["hidden"] = x
         if taps is not None:
             widths = {"ffn_norm": self.spec.hidden_size, "act": layer.ffn.intermediate_size}
@@ -246,11 +273,11 @@ class ReferenceModel:
         """Attention up to, not including, o_proj: x [T, hidden_size] to [T, heads * head_dim]."""
         spec: AttentionSpec = layer.attention
         prefix = f"model.layers.{layer.index}.self_attn."
-        q, k, v = (
-            self.linear(x, prefix + name, spec.qkv_bias).reshape(len(x), -1, spec.head_dim)
-            for name in ("q_proj", "k_proj", "v_proj")
-        )
-        if spec.qk_norm:  # over head_dim, and before the rotation
+        q, k, v = (self.linear(x, prefix + name, spec.qkv_bias) for name in ("q_proj", "k_proj", "v_proj"))
+        if spec.qk_norm == "whole":
+            q, k = self.norm(q, prefix + "q_norm"), self.norm(k, prefix + "k_norm")
+        q, k, v = (y.reshape(len(x), -1, spec.head_dim) for y in (q, k, v))
+        if spec.qk_norm == "head":  # before the rotation
             q, k = self.norm(q, prefix + "q_norm"), self.norm(k, prefix + "k_norm")
         if spec.rope is not None:
             cos, sin = rope.cos_sin(spec.rope, start, start + len(x))

@@ -9,6 +9,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class NormSpec:
+    """What every norm of a model computes: x / sqrt(mean(x^2) + eps) * weight, or the same of x - mean(x), + bias.
+
+    Where norms stand is in LayerSpec.
+    """
+
+    eps: float
+    kind: str = "rms"  # "rms"; "layer": LayerNorm, which takes the mean off first
+    bias: bool = False  # of norms over the hidden state; kind "layer" alone has one
+    plus_one: bool = False  # what is stored is the weight less 1
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of one layer kind.
 
@@ -37,7 +50,7 @@ class AttentionSpec:
     rope: RopeSpec | None  # None: no positions in this layer
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over head_dim, per head, on q and k before RoPE
+    qk_norm: str | None = None  # RMSNorm of q and k before RoPE: "head", over head_dim; "whole", over all their heads
     window: int | None = None  # keys seen, the query's own included; None = all
 
 
@@ -52,11 +65,13 @@ class FFNSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: x += attention(norm(x)); x += ffn(norm(x))."""
+    """One decoder layer: x += attention(norm(x)); x += ffn(norm(x)). Norms stand before a branch, after it, or both."""
 
     index: int
     attention: AttentionSpec
     ffn: FFNSpec
+    norm_before: bool = True
+    norm_after: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class ModelSpec:
     architecture: str  # config.json architectures[0]
     hidden_size: int
     vocab_size: int
-    rms_norm_eps: float
+    norm: NormSpec
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]

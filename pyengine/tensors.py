@@ -40,20 +40,29 @@ Shape = tuple[int, ...]
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Canonical name -> shape of every tensor the model needs."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), **_norm(spec, "model.norm")}
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
     for layer in spec.layers:
         p = f"model.layers.{layer.index}."
-        shapes |= {p + name: shape for name, shape in layer_tensors(layer, hidden).items()}
+        shapes |= {p + name: shape for name, shape in layer_tensors(spec, layer).items()}
     return shapes
 
 
-def layer_tensors(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+def _norm(spec: ModelSpec, name: str) -> dict[str, Shape]:
+    """The tensors of a norm over the hidden state."""
+    return {f"{name}.{part}": (spec.hidden_size,) for part in ("weight", "bias")[: 1 + spec.norm.bias]}
+
+
+def layer_tensors(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
     """The same of one layer, by the name behind `model.layers.<n>.`."""
-    a, f = layer.attention, layer.ffn
+    a, f, hidden = layer.attention, layer.ffn, spec.hidden_size
     q, kv, inter = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, f.intermediate_size
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    shapes: dict[str, Shape] = {}
+    if layer.norm_before:
+        shapes |= _norm(spec, "input_layernorm") | _norm(spec, "post_attention_layernorm")
+    if layer.norm_after:
+        shapes |= _norm(spec, "post_self_attn_layernorm") | _norm(spec, "post_mlp_layernorm")
     for name, rows, cols, bias in (
         ("self_attn.q_proj", q, hidden, a.qkv_bias),
         ("self_attn.k_proj", kv, hidden, a.qkv_bias),
@@ -67,7 +76,9 @@ def layer_tensors(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if a.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (a.head_dim,)
+        whole = a.qk_norm == "whole"
+        shapes["self_attn.q_norm.weight"] = (q if whole else a.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv if whole else a.head_dim,)
     return shapes
 
 
@@ -245,7 +256,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
     norms = set()
     for name, source in on_disk.sources(expected_tensors(spec)).items():
         expected[source.name] = source.shape
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm.bias")):
             norms.add(source.name)
     extra = [name for name in tensors if name not in expected]
     quantized = [name for name in extra if name.endswith(QUANTIZED)]

@@ -66,12 +66,18 @@ class QkvLayout:
 class LayerWeights:
     """Tensor ids of one layer; NONE where the layer has no such tensor."""
 
-    attn_norm: int
     qkv: int
     o: int
-    ffn_norm: int
     gate_up: int
     down: int
+    attn_norm: int = NONE
+    attn_norm_bias: int = NONE
+    attn_post_norm: int = NONE
+    attn_post_norm_bias: int = NONE
+    ffn_norm: int = NONE
+    ffn_norm_bias: int = NONE
+    ffn_post_norm: int = NONE
+    ffn_post_norm_bias: int = NONE
     qkv_bias: int = NONE
     o_bias: int = NONE
     q_norm: int = NONE
@@ -87,6 +93,7 @@ class ModelWeights:
     embed: int
     lm_head: int  # the same id as embed where they are tied
     final_norm: int
+    final_norm_bias: int
     layers: list[LayerWeights]
     quantization: Quantization
     tensors: dict[int, TensorDesc] = field(default_factory=dict)  # all of them, in the order they were made
@@ -211,8 +218,15 @@ class Packer:
         return tensor
 
     def norm(self, name: str, raw: npt.NDArray[Any], divisor: float = 1.0) -> int:
-        """The weight of a norm, over `divisor`."""
-        self.check_not_zero(name, raw)
+        """The weight of a norm as it multiplies (1 + what is stored where the spec says so), over `divisor`."""
+        if self.source.spec.norm.plus_one:
+            raw = np.float32(1) + as_float32(raw)
+        else:
+            self.check_not_zero(name, raw)
+        return self.row(name, raw, divisor)
+
+    def row(self, name: str, raw: npt.NDArray[Any], divisor: float = 1.0) -> int:
+        """A vector as it is stored, over `divisor`."""
         return self.vector([(name, as_float32(raw) / np.float32(divisor), np.arange(len(raw)))], len(raw))
 
 
@@ -223,7 +237,7 @@ def is_zero(raw: npt.NDArray[Any]) -> bool:
 
 def read_layer(source: CanonicalTensors, layer: LayerSpec) -> Raw:
     """The tensors of a layer as stored, by the canonical name behind `model.layers.<n>.`."""
-    names = layer_tensors(layer, source.spec.hidden_size)
+    names = layer_tensors(source.spec, layer)
     return {name: source.read(f"model.layers.{layer.index}.{name}") for name in names}
 
 
@@ -253,7 +267,11 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
             placed.append((f"{prefix}{name}.bias", values, (offset + row // PANEL * stride) * PANEL + row % PANEL))
         return packer.vector(placed, padded(size))
 
-    hidden = len(raw["input_layernorm.weight"])
+    def norm_bias(name: str) -> int:
+        full = name + ".bias"
+        return packer.row(prefix + full, raw[full]) if full in raw else NONE
+
+    hidden = len(raw["self_attn.o_proj.weight"])
     qkv = [
         ("self_attn.q_proj", 0, 1),
         ("self_attn.k_proj", layout.k // PANEL, 1),
@@ -262,13 +280,20 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
     o, down = [("self_attn.o_proj", 0, 1)], [("mlp.down_proj", 0, 1)]
     gate_up = [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)]
     w = LayerWeights(
-        attn_norm=norm("input_layernorm"),
         qkv=matrix(layout.width, qkv, "qkv"),
         o=matrix(hidden, o, "o"),
-        ffn_norm=norm("post_attention_layernorm"),
         gate_up=matrix(2 * inter, gate_up, "gate_up"),
         down=matrix(hidden, down, "down"),
     )
+    if layer.norm_before:
+        w.attn_norm, w.attn_norm_bias = norm("input_layernorm"), norm_bias("input_layernorm")
+        w.ffn_norm, w.ffn_norm_bias = norm("post_attention_layernorm"), norm_bias("post_attention_layernorm")
+    if layer.norm_after:
+        w.attn_post_norm, w.attn_post_norm_bias = (
+            norm("post_self_attn_layernorm"),
+            norm_bias("post_self_attn_layernorm"),
+        )
+        w.ffn_post_norm, w.ffn_post_norm_bias = norm("post_mlp_layernorm"), norm_bias("post_mlp_layernorm")
     if a.qkv_bias:
         w.qkv_bias = bias(qkv, layout.width)
     if a.o_bias:
@@ -317,7 +342,7 @@ def load_weights(
     source = CanonicalTensors(checkpoint, spec)
     packer = Packer(backend, source, strict=strict)
     total = spec.num_layers + 1
-    weights = ModelWeights(NONE, NONE, NONE, [], quantization, packer.made, warnings=packer.warnings)
+    weights = ModelWeights(NONE, NONE, NONE, NONE, [], quantization, packer.made, warnings=packer.warnings)
     for layer in spec.layers:
         if progress is not None:
             progress(layer.index, total, "loading")
@@ -336,6 +361,8 @@ def load_weights(
         progress(spec.num_layers, total, "loading")
     # only the head reads the final norm: its weight carries what divides the logits
     weights.final_norm = packer.norm("model.norm.weight", source.read("model.norm.weight"), spec.logits_scale)
+    if spec.norm.bias:
+        weights.final_norm_bias = packer.row("model.norm.bias", source.read("model.norm.bias"), spec.logits_scale)
     importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
         name = "model.embed_tokens.weight"

@@ -30,7 +30,7 @@ from pyengine.quantize import QUANTIZER_VERSION, Quantization
 from pyengine.spec import ModelSpec
 from pyengine.weights import NONE, LayerWeights, ModelWeights, Observer, Prepare, Progress, load_weights
 
-FILE_VERSION = 1
+FILE_VERSION = 2
 WORTH_SECONDS = 2.0  # a load that took less is not worth a file
 FREE_TIMES = 3  # times the file's size that must be free before it is written
 DEFAULT_LIMIT_BYTES = 20_000_000_000
@@ -176,6 +176,7 @@ def index_of(key: Key, weights: ModelWeights, model: Path) -> dict[str, Any]:
         "embed": place[weights.embed],
         "lm_head": place[weights.lm_head],
         "final_norm": place[weights.final_norm],
+        "final_norm_bias": place[weights.final_norm_bias],
         "layers": [{name: place[tensor] for name, tensor in asdict(layer).items()} for layer in weights.layers],
         "layer_matrix_weights": weights.layer_matrix_weights,
         "warnings": weights.warnings,
@@ -209,6 +210,7 @@ def _named(index: dict[str, Any], ids: list[int], quantization: Quantization) ->
         tensor(index["embed"]),
         tensor(index["lm_head"]),
         tensor(index["final_norm"]),
+        tensor(index["final_norm_bias"]),
         [LayerWeights(**{name: tensor(at) for name, at in layer.items()}) for layer in index["layers"]],
         quantization,
         layer_matrix_weights=int(index["layer_matrix_weights"]),

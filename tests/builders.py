@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tiny_families import MAKERS
 
 Config = dict[str, Any]
 
 
 def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 tensors of a config.json of a dense kind with Llama's names.
+    """Random float32 tensors of a config.json of a dense kind with Llama's names, or of one of tiny_families.
 
     Norm weights are drawn from [0.5, 1.5] and biases of size 1, so that a dropped term shows; matrices are scaled so
     that activations stay O(1). The order of the draws is part of the stored goldens: do not change it.
     """
     rng = np.random.default_rng(seed)
     kind = config["model_type"]
+    if kind in MAKERS:
+        return MAKERS[kind](config, rng)
     hidden, inter, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)

@@ -28,6 +28,7 @@ constexpr Field kOpFields[] = {PE_FIELD(kind),
                                PE_FIELD(bias2),
                                PE_FIELD(norm),
                                PE_FIELD(norm2),
+                               PE_FIELD(norm_bias),
                                PE_FIELD(rope),
                                PE_FIELD(kv_group),
                                PE_FIELD(kv_layer),
@@ -36,6 +37,7 @@ constexpr Field kOpFields[] = {PE_FIELD(kind),
                                PE_FIELD(head_dim),
                                PE_FIELD(window),
                                PE_FIELD(activation),
+                               PE_FIELD(norm_kind),
                                {"eps", offsetof(pe_op, eps), true},
                                {"scale", offsetof(pe_op, scale), true}};
 #undef PE_FIELD
@@ -45,7 +47,7 @@ pe_op to_op(const py::dict& d) {
   pe_op op{};
   op.struct_size = sizeof op;
   op.layer = op.input = op.output = op.scratch = op.weight = op.weight2 = op.bias = op.bias2 = op.norm = op.norm2 =
-      op.rope = op.kv_group = op.kv_layer = -1;
+      op.norm_bias = op.rope = op.kv_group = op.kv_layer = -1;
   for (const auto& [key, value] : d) {
     const auto name = key.cast<std::string>();
     const Field* field = nullptr;
@@ -325,13 +327,14 @@ void bind_program(py::module_& m) {
   py::enum_<pe_op_kind>(m, "OpKind", py::arithmetic()) PE_KIND(EMBED) PE_KIND(LOAD_HIDDEN) PE_KIND(NORM)
       PE_KIND(QUANTIZE) PE_KIND(LINEAR) PE_KIND(QK_NORM) PE_KIND(ROPE) PE_KIND(KV_APPEND) PE_KIND(ATTENTION)
           PE_KIND(ADD) PE_KIND(ACT_MUL) PE_KIND(MASK_COLUMNS) PE_KIND(TAP) PE_KIND(DEQUANTIZE) PE_KIND(NORM_QUANTIZE)
-              PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL) PE_KIND(GATED_FFN_RESIDUAL)
-                  PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
+              PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL) PE_KIND(NORM_RESIDUAL)
+                  PE_KIND(GATED_FFN_RESIDUAL) PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
 #undef PE_KIND
 #define PE_STAGE(name) .value(#name, PE_STAGE_##name)
   py::enum_<pe_stage>(m, "Stage", py::arithmetic()) PE_STAGE(EMBED) PE_STAGE(NORM) PE_STAGE(ATTENTION) PE_STAGE(ROUTER)
       PE_STAGE(FFN) PE_STAGE(LM_HEAD) PE_STAGE(SAMPLE);
 #undef PE_STAGE
+  py::enum_<pe_norm>(m, "Norm", py::arithmetic()).value("RMS_NORM", PE_RMS_NORM).value("LAYER_NORM", PE_LAYER_NORM);
   py::enum_<pe_activation>(m, "Activation", py::arithmetic()).value("SILU", PE_SILU).value("GELU_TANH", PE_GELU_TANH);
 }
 

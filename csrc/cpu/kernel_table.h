@@ -102,6 +102,8 @@ struct KernelTable {
   const char* name;
   // y = rms_norm(x) * w over n columns; x and y may be the same
   void (*rms_norm)(const float* x, const float* w, float* y, int64_t n, float eps);
+  // y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * w + b; b may be nullptr, x and y may be the same
+  void (*layer_norm)(const float* x, const float* w, const float* b, float* y, int64_t n, float eps);
   // one row: columns [begin, end) of x into the groups of `out` at row; begin is a multiple of 64
   void (*quantize)(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row);
   void (*linear)(const LinearArgs* args);

@@ -181,10 +181,11 @@ typedef enum pe_op_kind {
   /* plain ops; [T, ...] are buffers, T = tokens of the batch */
   PE_OP_EMBED = 0,    /* output = scale * weight[token_ids] */
   PE_OP_LOAD_HIDDEN,  /* output = batch.hidden */
-  PE_OP_NORM,         /* output = rms_norm(input) * norm */
+  PE_OP_NORM,         /* output = norm(input) * norm (+ norm_bias), of norm_kind */
   PE_OP_QUANTIZE,     /* output(int8) = quantize(input) */
   PE_OP_LINEAR,       /* output = input . weight^T (+ bias) */
-  PE_OP_QK_NORM,      /* output = input with q and k heads normalised by norm and norm2; in = [q | k | v] */
+  PE_OP_QK_NORM,      /* output = input with the heads of q and k normalised by norm and norm2, or (where these are as
+                         wide) all of q and all of k; in = [q | k | v] */
   PE_OP_ROPE,         /* output = input with q and k heads rotated; in = [q | k | v] */
   PE_OP_KV_APPEND,    /* cache = k, v of input [q | k | v] */
   PE_OP_ATTENTION,    /* output = softmax(q . K * scale) . V; q = first heads * head_dim columns of input */
@@ -198,25 +199,29 @@ typedef enum pe_op_kind {
   PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE?, KV_APPEND; output = [q | k | v] */
   PE_OP_ATTENTION_QUANTIZE, /* ATTENTION, QUANTIZE */
   PE_OP_LINEAR_RESIDUAL,    /* LINEAR, ADD */
+  PE_OP_NORM_RESIDUAL,      /* NORM, ADD */
   PE_OP_GATED_FFN_RESIDUAL, /* LINEAR(weight), ACT_MUL, QUANTIZE, LINEAR(weight2), ADD */
   /* ends of a program */
-  PE_OP_LM_HEAD, /* logits[r] = rms_norm(input[logits_rows[r]]) * norm . weight^T */
+  PE_OP_LM_HEAD, /* logits[r] = NORM(input[logits_rows[r]]) . weight^T */
   PE_OP_SAMPLE,  /* sampled[r] from logits[r] */
   PE_OP_COUNT
 } pe_op_kind;
 
+/* x / sqrt(mean(x^2) + eps), or of x - mean(x) */
+typedef enum pe_norm { PE_RMS_NORM = 0, PE_LAYER_NORM = 1 } pe_norm;
+
 typedef enum pe_activation { PE_SILU = 0, PE_GELU_TANH = 1 } pe_activation;
 
 /* Ids that an op does not use are -1. Buffers: input, output, scratch. Tensors: weight, weight2, bias, bias2, norm,
- * norm2. */
+ * norm2, norm_bias. */
 typedef struct pe_op {
   uint32_t struct_size;
   int32_t kind, stage, layer;
   int32_t input, output, scratch;
-  int32_t weight, weight2, bias, bias2, norm, norm2;
+  int32_t weight, weight2, bias, bias2, norm, norm2, norm_bias;
   int32_t rope, kv_group, kv_layer;
   int32_t heads, kv_heads, head_dim, window; /* window 0 = all keys */
-  int32_t activation;
+  int32_t activation, norm_kind;
   float eps, scale; /* scale: of embed, add and the ops that end in an add, 0 counts as 1 */
 } pe_op;
 

@@ -139,6 +139,7 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_NORM_QUANTIZE: return each_token(4, &Program::norm, op, thread);
     case PE_OP_QUANTIZE: return each_token(4, &Program::quantize, op, thread);
     case PE_OP_ADD: return each_token(4, &Program::add, op, thread);
+    case PE_OP_NORM_RESIDUAL: return each_token(4, &Program::norm_residual, op, thread);
     case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
     case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
     case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
@@ -170,12 +171,19 @@ void Program::load_hidden(const Op& op, int64_t t, int) {
   std::memcpy(op.output->row(t), batch_->hidden + t * op.output->width, static_cast<size_t>(op.output->width) * 4);
 }
 
+void Program::normalize(const Op& op, const float* x, float* y, int64_t width) {
+  if (op.d.norm_kind == PE_LAYER_NORM)
+    k_.layer_norm(x, op.norm, op.norm_bias, y, width, op.d.eps);
+  else
+    k_.rms_norm(x, op.norm, y, width, op.d.eps);
+}
+
 void Program::norm_to(const Op& op, int64_t t, const Buffer& out, int64_t row, int thread) {
   const float* x = op.input->row(t);
   const int64_t width = op.input->width;
-  if (!out.quantized) return k_.rms_norm(x, op.norm, out.row(row), width, op.d.eps);
+  if (!out.quantized) return normalize(op, x, out.row(row), width);
   float* normed = reinterpret_cast<float*>(thread_scratch(thread));
-  k_.rms_norm(x, op.norm, normed, width, op.d.eps);
+  normalize(op, x, normed, width);
   k_.quantize(normed, 0, width, &out.quant, row);
 }
 
@@ -185,6 +193,12 @@ void Program::quantize(const Op& op, int64_t t, int) {
 
 void Program::add(const Op& op, int64_t t, int) {
   k_.add(op.input->row(t), op.output->row(t), op.input->width, op.d.scale);
+}
+
+void Program::norm_residual(const Op& op, int64_t t, int thread) {
+  float* normed = reinterpret_cast<float*>(thread_scratch(thread));
+  normalize(op, op.input->row(t), normed, op.input->width);
+  k_.add(normed, op.output->row(t), op.input->width, op.d.scale);
 }
 
 void Program::act_mul(const Op& op, int64_t t, int) {
@@ -217,6 +231,12 @@ void Program::norm_head(const Op& op, int64_t t, int64_t head) {
   k_.rms_norm(x, head < op.d.heads ? op.norm : op.norm2, x, op.d.head_dim, op.d.eps);
 }
 
+void Program::norm_whole(const Op& op, int64_t t) {
+  float* x = (op.d.kind == PE_OP_QK_NORM ? *op.input : *op.output).row(t);
+  k_.rms_norm(x, op.norm, x, int64_t{op.d.heads} * op.d.head_dim, op.d.eps);
+  k_.rms_norm(x + op.k_column, op.norm2, x + op.k_column, int64_t{op.d.kv_heads} * op.d.head_dim, op.d.eps);
+}
+
 void Program::rope_head(const Op& op, int64_t t, int64_t head) {
   const Buffer& b = op.d.kind == PE_OP_ROPE ? *op.input : *op.output;
   const int64_t p = batch_->positions[t];
@@ -239,6 +259,7 @@ void Program::append_head(const Op& op, int64_t t, int64_t head) {
 }
 
 void Program::qk_norm(const Op& op, int64_t t, int) {
+  if (op.whole_norms) return norm_whole(op, t);
   for (int64_t h = 0; h < op.d.heads + op.d.kv_heads; ++h) norm_head(op, t, h);
 }
 
@@ -253,20 +274,29 @@ void Program::kv_append(const Op& op, int64_t t, int) {
 void Program::qkv_rope_append(const Op& op, int thread) {
   const int64_t q = op.d.heads, kv = op.d.kv_heads, panels = op.d.head_dim / kPanel;
   const Buffer& in = source(op, thread);
+  const auto finish_head = [&](int64_t t, int64_t h) {
+    if (h < q + kv) {
+      if (op.norm && !op.whole_norms) norm_head(op, t, h);
+      if (op.rope) rope_head(op, t, h);
+    }
+    if (h >= q) append_head(op, t, h);
+  };
   const auto heads = [&](int64_t begin, int64_t end) {
     for (int64_t h = begin; h < end; ++h) {
       linear_range(*op.weight, in, op.bias, h * panels, (h + 1) * panels, op.output->f + head_column(op, h),
                    op.output->stride, 0.0f, batch_->tokens, thread);
-      for (int64_t t = 0; t < batch_->tokens; ++t) {
-        if (h < q + kv) {
-          if (op.norm) norm_head(op, t, h);
-          if (op.rope) rope_head(op, t, h);
-        }
-        if (h >= q) append_head(op, t, h);
-      }
+      for (int64_t t = 0; !op.whole_norms && t < batch_->tokens; ++t) finish_head(t, h);
     }
   };
   share(q + 2 * kv, 1, thread, heads, batch_->tokens <= kGemvTokens);
+  if (!op.whole_norms) return;
+  inner_barrier(thread, op.next_weight);
+  share(batch_->tokens, 1, thread, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      norm_whole(op, t);
+      for (int64_t h = 0; h < q + 2 * kv; ++h) finish_head(t, h);
+    }
+  });
 }
 
 // ---- matrices -------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ const char* const kOpNames[] = {"embed",
                                 "qkv_rope_append",
                                 "attention_quantize",
                                 "linear_residual",
+                                "norm_residual",
                                 "gated_ffn_residual",
                                 "lm_head",
                                 "sample"};
@@ -90,7 +91,7 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
 void Program::resolve(const pe_op& d, Op& op) {
   op.d = d;
   const bool scaled = d.kind == PE_OP_EMBED || d.kind == PE_OP_ADD || d.kind == PE_OP_LINEAR_RESIDUAL ||
-                      d.kind == PE_OP_GATED_FFN_RESIDUAL;
+                      d.kind == PE_OP_NORM_RESIDUAL || d.kind == PE_OP_GATED_FFN_RESIDUAL;
   if (scaled && d.scale == 0.0f) op.d.scale = 1.0f;
   const auto buffer = [&](int32_t id) -> Buffer* {
     if (id < 0) return nullptr;
@@ -118,6 +119,7 @@ void Program::resolve(const pe_op& d, Op& op) {
   op.bias2 = vector(d.bias2, "the second bias is not a vector");
   op.norm = vector(d.norm, "the norm is not a vector");
   op.norm2 = vector(d.norm2, "the second norm is not a vector");
+  op.norm_bias = vector(d.norm_bias, "the norm's bias is not a vector");
   if (d.rope >= 0) op.rope = &backend_.rope(d.rope);
   if (d.kv_group >= 0) op.kv = &backend_.kv(d.kv_group);
   op.k_column = static_cast<int64_t>(
@@ -135,7 +137,7 @@ void Program::check_linear(const Op& op, const Packed* w, const Buffer* in, cons
   need(op.d, in->width == w->cols, "the input's width differs from the weight's columns");
 }
 
-void Program::check(const Op& op) {
+void Program::check(Op& op) {
   const pe_op& d = op.d;
   const auto tensor_cols = [&](int32_t id) { return id < 0 ? int64_t{0} : backend_.tensor(id).view().cols; };
   const auto rows16 = [](const Packed* w) { return w->panels * kPanel; };
@@ -163,12 +165,20 @@ void Program::check(const Op& op) {
              op.kv->desc().v_dim == d.head_dim && d.kv_layer >= 0 && d.kv_layer < op.kv->desc().layers,
          "the KV group has another shape");
   };
-  const auto check_norms = [&](bool required) {
+  const auto check_qk_norms = [&](bool required) {
     need(d, !required || (op.norm && op.norm2), "needs the norms of q and k");
-    need(d,
-         (!op.norm || tensor_cols(d.norm) == d.head_dim) && (!op.norm2 || tensor_cols(d.norm2) == d.head_dim) &&
-             !op.norm == !op.norm2,
-         "the norms of q and k must both have head_dim columns");
+    need(d, !op.norm == !op.norm2, "one of the norms of q and k is missing");
+    if (!op.norm) return;
+    const int64_t q = tensor_cols(d.norm), k = tensor_cols(d.norm2), dim = d.head_dim;
+    op.whole_norms = q != dim || k != dim;
+    need(d, !op.whole_norms || (q == d.heads * dim && k == d.kv_heads * dim),
+         "the norms of q and k have neither head_dim columns nor those of all heads");
+  };
+  const auto check_norm = [&] {
+    need(d, op.norm && tensor_cols(d.norm) == (op.input ? op.input->width : -1), "the norm's width differs");
+    need(d, d.norm_kind == PE_RMS_NORM || d.norm_kind == PE_LAYER_NORM, "the kind of norm is unknown");
+    need(d, !op.norm_bias || (d.norm_kind == PE_LAYER_NORM && tensor_cols(d.norm_bias) == op.input->width),
+         "only a layer norm has a bias, as wide as its input");
   };
   need(d, std::isfinite(d.scale), "the scale is not finite");
   switch (d.kind) {
@@ -178,12 +188,12 @@ void Program::check(const Op& op) {
       break;
     case PE_OP_LOAD_HIDDEN: need(d, op.output && !op.output->quantized, "needs a float32 output"); break;
     case PE_OP_NORM:
-      need(d, two_floats && op.norm && op.input->width == op.output->width && tensor_cols(d.norm) == op.input->width,
-           "shapes differ");
+    case PE_OP_NORM_RESIDUAL:
+      check_norm();
+      need(d, two_floats && op.input->width == op.output->width, "shapes differ");
+      need(d, d.kind == PE_OP_NORM || op.input != op.output, "a norm cannot be added to its own input");
       break;
-    case PE_OP_NORM_QUANTIZE:
-      need(d, op.norm && tensor_cols(d.norm) == (op.input ? op.input->width : -1), "the norm's width differs");
-      [[fallthrough]];
+    case PE_OP_NORM_QUANTIZE: check_norm(); [[fallthrough]];
     case PE_OP_QUANTIZE:
       need(d,
            op.input && op.output && !op.input->quantized && op.output->quantized && op.input->width == op.output->width,
@@ -200,7 +210,7 @@ void Program::check(const Op& op) {
       break;
     case PE_OP_QK_NORM:
       check_qkv(op.input);
-      check_norms(true);
+      check_qk_norms(true);
       break;
     case PE_OP_ROPE:
       check_qkv(op.input);
@@ -215,7 +225,7 @@ void Program::check(const Op& op) {
       check_qkv(op.output);
       check_kv();
       if (op.rope) check_rope();
-      check_norms(false);
+      check_qk_norms(false);
       check_bias(d.bias, op.weight);
       need(d, d.head_dim % kPanel == 0, "the fused form needs a head_dim of whole panels");
       need(d, op.weight->rows == int64_t{d.heads + 2 * d.kv_heads} * d.head_dim,
@@ -270,9 +280,10 @@ void Program::check(const Op& op) {
       check_bias(d.bias2, op.weight2);
       break;
     case PE_OP_LM_HEAD: {
-      need(d, op.input && !op.input->quantized && op.norm && op.weight && is_packed(op.weight->format),
+      check_norm();
+      need(d, !op.input->quantized && op.weight && is_packed(op.weight->format),
            "needs the hidden state, a norm and a packed weight");
-      need(d, tensor_cols(d.norm) == op.input->width && op.weight->cols == op.input->width, "shapes differ");
+      need(d, op.weight->cols == op.input->width, "shapes differ");
       need(d, !vocab_, "a program has one lm_head");
       vocab_ = static_cast<int32_t>(op.weight->rows);
       head_.width = op.input->width;

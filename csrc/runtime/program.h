@@ -27,9 +27,10 @@ struct Op {
   pe_op d{};
   Buffer *input = nullptr, *output = nullptr, *scratch = nullptr;
   const Packed *weight = nullptr, *weight2 = nullptr;
-  const float *bias = nullptr, *bias2 = nullptr, *norm = nullptr, *norm2 = nullptr;
+  const float *bias = nullptr, *bias2 = nullptr, *norm = nullptr, *norm2 = nullptr, *norm_bias = nullptr;
   const RopeTable* rope = nullptr;
   KvGroup* kv = nullptr;
+  bool whole_norms = false;            // those of q and k are over all their heads
   int64_t k_column = 0, v_column = 0;  // of [q | k | v], each part padded to whole panels
   size_t tiling = 0;                   // index into tilings_, for attention
   // Small batches: a norm that only the next op reads is done by every thread for itself, which saves a barrier.
@@ -63,7 +64,7 @@ class Program {
  private:
   // program.cc
   void resolve(const pe_op& d, Op& op);
-  void check(const Op& op);
+  void check(Op& op);
   void check_linear(const Op& op, const Packed* weight, const Buffer* in, const char* what) const;
   void check_batch(const pe_batch& batch) const;
   void check_sampling(const pe_sampling& p) const;
@@ -88,6 +89,7 @@ class Program {
   void wait_for_all(int thread, const Packed* next, Last&& last);
   void inner_barrier(int thread, const Packed* next = nullptr);
   void each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread);
+  void normalize(const Op& op, const float* x, float* y, int64_t width);
   void norm_to(const Op& op, int64_t token, const Buffer& out, int64_t row, int thread);
   void linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
                     int64_t stride, float factor, int64_t tokens, int thread);
@@ -98,6 +100,7 @@ class Program {
   void norm(const Op& op, int64_t token, int thread) { norm_to(op, token, *op.output, token, thread); }
   void quantize(const Op& op, int64_t token, int thread);
   void add(const Op& op, int64_t token, int thread);
+  void norm_residual(const Op& op, int64_t token, int thread);
   void act_mul(const Op& op, int64_t token, int thread);
   void mask_columns(const Op& op, int64_t token, int thread);
   void tap(const Op& op, int64_t token, int thread);
@@ -105,6 +108,7 @@ class Program {
   void rope(const Op& op, int64_t token, int thread);
   void kv_append(const Op& op, int64_t token, int thread);
   void norm_head(const Op& op, int64_t token, int64_t head);
+  void norm_whole(const Op& op, int64_t token);
   void rope_head(const Op& op, int64_t token, int64_t head);
   void append_head(const Op& op, int64_t token, int64_t head);
   int64_t head_column(const Op& op, int64_t head) const;

@@ -81,9 +81,11 @@ def layer_lines(spec: ModelSpec) -> list[str]:
             for text, present in (
                 ("q/k/v bias", attention.qkv_bias),
                 ("o bias", attention.o_bias),
-                ("q/k norm", attention.qk_norm),
+                (f"q/k norm ({attention.qk_norm})", attention.qk_norm),
                 (f"window {attention.window}", attention.window is not None),
                 ("FFN bias", ffn.bias),
+                ("no norm before branches", not layer.norm_before),
+                ("norm after branches", layer.norm_after),
             )
             if present
         ]
@@ -113,8 +115,11 @@ def print_table(spec: ModelSpec, record: dict[str, Any]) -> None:
     print(f"family        {record['family']} ({record['architecture']})")
     print(f"parameters    {record['parameters']:,}")
     print(f"stored        {_output.format_bytes(record['bytes'])} in {len(record['tensors'])} tensors")
-    for key in ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+    for key in ("hidden_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings"):
         print(f"{key:<24}{config[key]}")
+    norm = spec.norm
+    weight = "1 + weight" * norm.plus_one or "weight"
+    print(f"{'norm':<24}{norm.kind}, eps {norm.eps:g}, {weight}{', bias' * norm.bias}")
     for line in layer_lines(spec):
         print(f"layers {line}")
     width = max((len(row["name"]) for row in record["tensors"]), default=0)

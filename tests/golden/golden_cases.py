@@ -55,6 +55,8 @@ TQ3: Config = {
 }
 TW: Config = {**TL, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
 
+TO2: Config = {**TL, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+
 
 def without(config: Config, *keys: str) -> Config:
     return {key: value for key, value in config.items() if key not in keys}
@@ -143,6 +145,8 @@ CONFIGS: dict[str, Config] = {
     "smollm3": {**SMOLLM3, "num_hidden_layers": 5},
     "smollm3_listed": {**SMOLLM3, "no_rope_layers": [0, 1, 0], "num_hidden_layers": 3, "attention_bias": True},
     "ministral3": MINISTRAL3,
+    "olmo2": TO2,
+    "olmo2_one_head": {**TO2, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 48},
     # RoPE types, both spellings
     "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},
     "rope_default_v5": rope_v5({**TL, "rope_theta": 500000.0}, rope_type="default"),
@@ -168,7 +172,7 @@ CONFIGS: dict[str, Config] = {
     "rope_linear_mistral": rope_v5(TW, rope_type="linear", factor=2.0),
 }
 # Cases whose per-layer states are stored too.
-WITH_STATES = ("llama", "mistral_window", "qwen2", "qwen2_window", "qwen3")
+WITH_STATES = ("llama", "mistral_window", "qwen2", "qwen2_window", "qwen3", "olmo2")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from golden.golden_cases import build, load_golden
 
 from pyengine import reference
 from pyengine.reference import ReferenceModel, load_reference
-from pyengine.spec import AttentionSpec, ModelSpec
+from pyengine.spec import AttentionSpec, ModelSpec, NormSpec
 
 DIFFERS = 1e-2
 HERE = Path(__file__).parent
@@ -91,7 +91,37 @@ for part in ("input_layernorm", "post_attention_layernorm", "model.norm"):
 for part in ("q_norm", "k_norm"):
     fill(f"{part} weight dropped", f"{part}.weight", 1.0, "qwen3", "qwen3_window")
 
-set_attention("no q/k norm", "qwen3", "qwen3_biases", qk_norm=False)
+for part in ("post_self_attn_layernorm", "post_mlp_layernorm", "q_norm", "k_norm"):
+    fill(f"{part} weight dropped", f"{part}.weight", 1.0, "olmo2")
+
+
+@variant("norms before the branches", "olmo2")
+def norms_before(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    layers = tuple(dataclasses.replace(layer, norm_before=True, norm_after=False) for layer in model.spec.layers)
+    names = {"input_layernorm": "post_self_attn_layernorm", "post_attention_layernorm": "post_mlp_layernorm"}
+    for layer in layers:
+        p = f"model.layers.{layer.index}."
+        moved = {f"{p}{new}.weight": model.weights[f"{p}{old}.weight"] for new, old in names.items()}
+        model.weights = {**model.weights, **moved}
+    model.spec = dataclasses.replace(model.spec, layers=layers)
+
+
+@variant("q/k norm per head", "olmo2")
+def norm_per_head(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    a = model.spec.layers[0].attention
+    right = model.norm
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        if not name.endswith(("q_norm", "k_norm")):
+            return right(x, name)
+        weight = model.weight(name + ".weight").reshape(-1, a.head_dim)
+        heads = x.reshape(len(x), -1, a.head_dim)
+        return reference.rms_norm(heads, weight, model.spec.norm.eps).reshape(x.shape)
+
+    model.norm = norm
+
+
+set_attention("no q/k norm", "qwen3", "qwen3_biases", "olmo2", qk_norm=None)
 set_attention("window one too wide", "mistral_window", window=9)
 set_attention("window one too narrow", "mistral_window", "rope_linear_mistral", window=7)
 set_attention("window ignored", "mistral_window", "qwen2_window", "qwen3_window", window=None)
@@ -246,7 +276,7 @@ def untied_head(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
 
 @variant("eps of another config", "qwen3_eps")
 def other_eps(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
-    model.spec = dataclasses.replace(model.spec, rms_norm_eps=1e-6)
+    model.spec = dataclasses.replace(model.spec, norm=NormSpec(1e-6))
 
 
 @variant("window on the first layers instead of the last", "qwen2_window", "qwen3_window")

@@ -48,6 +48,7 @@ def test_enums_of_the_extension_are_those_of_the_header(c: Client) -> None:
         _core.OpKind: "PE_OP_",
         _core.Stage: "PE_STAGE_",
         _core.Activation: "PE_",
+        _core.Norm: "PE_",
         _core.KvDtype: "PE_KV_",
         _core.Limit: "PE_LIMIT_",
     }

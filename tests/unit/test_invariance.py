@@ -34,7 +34,7 @@ MORE_FORMATS: dict[str, dict[str, Any]] = {  # run on one family each
     "int4_int8_cache": {"quant": "int4", "kv_dtype": "int8"},
 }
 LENGTH = 70  # over two KV blocks; the long case below crosses a partition of 256 keys
-CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7")
+CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7", "olmo2")
 WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
 FORMS = ("granite", "smollm3_listed", "ministral3_16")  # multipliers, a layer without RoPE, q scaled by position
 MORE_CASES: dict[str, dict[str, Any]] = {
@@ -177,6 +177,9 @@ def test_fusion_happens_where_it_can(load: Any) -> None:
     for case in FORMS:
         names = [kinds[op["kind"]] for op in load(case, ISAS[-1], "int8").program.ops]
         assert not {"LINEAR", "ADD", "KV_APPEND", "ROPE"} & set(names), case
+    after = {kinds[op["kind"]] for op in load("olmo2", ISAS[-1], "int8").program.ops}
+    assert {"QKV_ROPE_APPEND", "NORM_RESIDUAL"} < after
+    assert not after & {"NORM", "NORM_QUANTIZE", "QK_NORM", "ADD", "LINEAR_RESIDUAL"}
     apart = {kinds[op["kind"]] for op in load("llama_head_dim", ISAS[-1], "int8").program.ops}
     assert "QKV_ROPE_APPEND" not in apart  # heads of 24 share panels
 

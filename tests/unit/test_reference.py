@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from pyengine import reference, rope
 from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.reference import ReferenceCache, ReferenceModel, load_reference
-from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, RopeSpec
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 
 HIDDEN, INTER, VOCAB, DIM = 24, 40, 50, 8
 EXACT = 1e-11  # float64 against float64
@@ -27,7 +27,7 @@ def make_spec(**attention: Any) -> ModelSpec:
     heads, kv_heads = attention.pop("num_heads", 3), attention.pop("num_kv_heads", 1)
     spec = AttentionSpec(heads, kv_heads, DIM, DIM**-0.5, RopeSpec("default", 10000.0, DIM), **attention)
     layers = tuple(LayerSpec(i, spec, FFNSpec(INTER)) for i in range(2))
-    return ModelSpec("llama", "LlamaForCausalLM", HIDDEN, VOCAB, 1e-5, 512, False, layers)
+    return ModelSpec("llama", "LlamaForCausalLM", HIDDEN, VOCAB, NormSpec(1e-5), 512, False, layers)
 
 
 def make_weights(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
@@ -149,7 +149,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "many heads": {"num_heads": 7, "num_kv_heads": 7},
     "window": {"window": 8},
     "biases": {"qkv_bias": True, "o_bias": True},
-    "qk norm": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2},
+    "qk norm": {"qk_norm": "head", "num_heads": 4, "num_kv_heads": 2},
 }
 
 
@@ -159,7 +159,7 @@ def naive_logits(model: ReferenceModel, ids: np.ndarray) -> np.ndarray:
     a = spec.layers[0].attention
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / math.sqrt(float(x @ x) / len(x) + spec.rms_norm_eps) * w[name + ".weight"]
+        return x / math.sqrt(float(x @ x) / len(x) + spec.norm.eps) * w[name + ".weight"]
 
     def project(x: np.ndarray, name: str, bias: bool) -> np.ndarray:
         return w[name + ".weight"] @ x + (w[name + ".bias"] if bias else 0)
@@ -209,7 +209,7 @@ def test_model_against_the_formulas_written_out(name: str) -> None:
 def test_each_mechanism_shows(name: str) -> None:
     model, ids = model_of(**VARIANTS[name]), some_ids(21)
     right = model.forward(ids)
-    off = {"window": None, "qkv_bias": False, "o_bias": False, "qk_norm": False}
+    off = {"window": None, "qkv_bias": False, "o_bias": False, "qk_norm": None}
     if name == "many heads":  # the query heads read the KV heads in another order
         for layer in range(2):
             key = f"model.layers.{layer}.self_attn.k_proj.weight"

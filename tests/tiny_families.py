@@ -1,0 +1,64 @@
+"""Random tensors of families whose names and norms are not Llama's, as transformers saves them; for builders.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Config = dict[str, Any]
+Tensors = dict[str, np.ndarray]
+
+GEMMA2 = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = {
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA2,
+    "glm4": ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+}
+PLUS_ONE = ("gemma2", "gemma3_text")  # what is stored is the norm's weight less 1
+QK_NORM = {"olmo2": "whole", "olmo3": "whole", "gemma3_text": "head"}
+TIED = ("gemma2", "gemma3_text")  # where the config does not say
+
+
+def decoder(config: Config, rng: np.random.Generator) -> Tensors:
+    """Olmo 2 and 3, Gemma 2 and 3, GLM-4: `model.layers.<n>.` with norms of their own."""
+    kind, hidden, inter = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
+    bias = config.get("attention_bias", kind == "glm4")
+    tensors: Tensors = {}
+
+    def linear(name: str, rows: int, cols: int, bias: bool = False) -> None:
+        tensors[name + ".weight"] = (rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        if bias:
+            tensors[name + ".bias"] = rng.standard_normal(rows).astype(np.float32)
+
+    def norm(name: str, size: int) -> None:
+        low, high = (-0.5, 0.5) if kind in PLUS_ONE else (0.5, 1.5)
+        tensors[name + ".weight"] = rng.uniform(low, high, size).astype(np.float32)
+
+    tensors["model.embed_tokens.weight"] = rng.standard_normal((config["vocab_size"], hidden)).astype(np.float32)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        for name in NORMS[kind]:
+            norm(p + name, hidden)
+        linear(p + "self_attn.q_proj", heads * head_dim, hidden, bias)
+        linear(p + "self_attn.k_proj", kv_heads * head_dim, hidden, bias)
+        linear(p + "self_attn.v_proj", kv_heads * head_dim, hidden, bias)
+        linear(p + "self_attn.o_proj", hidden, heads * head_dim, bias and kind != "glm4")
+        if kind in QK_NORM:
+            whole = QK_NORM[kind] == "whole"
+            norm(p + "self_attn.q_norm", heads * head_dim if whole else head_dim)
+            norm(p + "self_attn.k_norm", kv_heads * head_dim if whole else head_dim)
+        for name in ("gate_up_proj",) if kind == "glm4" else ("gate_proj", "up_proj"):
+            linear(p + "mlp." + name, 2 * inter if kind == "glm4" else inter, hidden)
+        linear(p + "mlp.down_proj", hidden, inter)
+    norm("model.norm", hidden)
+    if not config.get("tie_word_embeddings", kind in TIED):
+        linear("lm_head", config["vocab_size"], hidden)
+    return tensors
+
+
+MAKERS = dict.fromkeys(NORMS, decoder)
