@@ -80,6 +80,7 @@ class OpKind(_Enum):
     ATTENTION: ClassVar[OpKind]
     ADD: ClassVar[OpKind]
     ACT_MUL: ClassVar[OpKind]
+    ACT: ClassVar[OpKind]
     MASK_COLUMNS: ClassVar[OpKind]
     TAP: ClassVar[OpKind]
     DEQUANTIZE: ClassVar[OpKind]
@@ -88,7 +89,10 @@ class OpKind(_Enum):
     ATTENTION_QUANTIZE: ClassVar[OpKind]
     LINEAR_RESIDUAL: ClassVar[OpKind]
     NORM_RESIDUAL: ClassVar[OpKind]
+    GATED_FFN: ClassVar[OpKind]
     GATED_FFN_RESIDUAL: ClassVar[OpKind]
+    FFN: ClassVar[OpKind]
+    FFN_RESIDUAL: ClassVar[OpKind]
     LM_HEAD: ClassVar[OpKind]
     SAMPLE: ClassVar[OpKind]
 
@@ -108,6 +112,8 @@ class Norm(_Enum):
 class Activation(_Enum):
     SILU: ClassVar[Activation]
     GELU_TANH: ClassVar[Activation]
+    GELU: ClassVar[Activation]
+    RELU: ClassVar[Activation]
 
 class Backend:
     def __init__(self, threads: int = 0, isa: str = "") -> None: ...

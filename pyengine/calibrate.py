@@ -78,6 +78,10 @@ class Calibrator:
         self.spec = spec
         rows = self.source.read_rows("model.embed_tokens.weight", np.asarray(ids))
         self.hidden = rows * np.float32(spec.embedding_scale)
+        if spec.learned_positions:
+            ids = ids[: spec.learned_positions]
+            places = self.source.read_rows("model.embed_positions.weight", np.arange(len(ids)))
+            self.hidden = self.hidden[: len(ids)] + places
         self.backend = Backend(threads, isa)
         self.packer = ReusingPacker(self.backend, self.source)
         self.taps: list[Float32] = []

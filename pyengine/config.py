@@ -14,14 +14,17 @@ from typing import Any
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelNotFoundError, UnsupportedModelError
 from pyengine.families import FAMILIES, Family
-from pyengine.rope_config import MAX_CONTEXT, rope_spec
+from pyengine.rope_config import MAX_CONTEXT, ropes_by_layer_type
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
 from pyengine.strict_json import shown
 
 MAX_SIZE = 2**31 - 1
 MAX_LAYERS = 10_000
 MAX_HEAD_DIM = 1 << 16
-ACTIVATIONS = {"silu": "silu", "swish": "silu"}  # two names of one function
+ACTIVATIONS = {  # several names of one function
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}  # fmt: skip
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 USED = {
@@ -73,24 +76,30 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
         warnings += _check_keys(config, family, strict)
         config = _text_config(config)
         _, family = _family(config, {name: FAMILIES[name] for name in family.texts})
-    config = config.with_defaults(family.defaults)
+    config = config.of_family(family.defaults, family.spellings)
     _check_quantization(config)
     warnings += _check_keys(config, family, strict)
     layers = _layers(config, family, warnings)
+    hidden, longest = (
+        config.integer("hidden_size", 1, MAX_SIZE),
+        config.integer("max_position_embeddings", 1, MAX_CONTEXT),
+    )
     vocab_size = config.integer("vocab_size", 1, MAX_SIZE)
     bos, eos = _special_ids(folder, config, vocab_size)
     return ModelSpec(
         family=family.name,
         architecture=architecture,
-        hidden_size=config.integer("hidden_size", 1, MAX_SIZE),
+        hidden_size=hidden,
         vocab_size=vocab_size,
         norm=replace(family.norm, eps=config.positive(family.norm_eps_key, family.norm.eps)),
-        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_CONTEXT),
+        max_position_embeddings=longest,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         layers=layers,
-        embedding_scale=_multiplier(config, family, "embedding_multiplier"),
+        embedding_scale=hidden**0.5 if family.embedding_sqrt else _multiplier(config, family, "embedding_multiplier"),
         residual_scale=_multiplier(config, family, "residual_multiplier"),
         logits_scale=_multiplier(config, family, "logits_scaling"),
+        logits_softcap=_softcap(config, family, "final_logit_softcapping"),
+        learned_positions=longest if family.learned_positions else 0,
         bos_token_id=bos,
         eos_token_ids=eos,
         warnings=tuple(warnings),
@@ -144,6 +153,11 @@ def _multiplier(config: ConfigValues, family: Family, key: str, default: float =
     return config.positive(key, default) if key in family.keys else default
 
 
+def _softcap(config: ConfigValues, family: Family, key: str) -> float | None:
+    value = config.get(key) if key in family.keys else None
+    return None if value is None else config.number(key, value, above=0)
+
+
 def _check_keys(config: ConfigValues, family: Family, strict: bool) -> list[str]:
     """Account for every key; returns the warnings."""
     warnings = []
@@ -153,9 +167,10 @@ def _check_keys(config: ConfigValues, family: Family, strict: bool) -> list[str]
             warnings.append(f"{config.path}: key '{key}': {shown(value)} is ignored; the files' own dtypes count")
     for key, value in config.values.items():
         off = value is None or value is False or value in ([], {}, "")
-        if key in MUST_BE_OFF and not off:
+        must_be_off = key in MUST_BE_OFF or key in family.off
+        if must_be_off and not off:
             raise config.unsupported(key, value, "false")
-        known = key in USED or key in family.keys or key in INERT or key in MUST_BE_OFF
+        known = key in USED or key in family.keys or key in INERT or key in family.inert or must_be_off
         if known or (key.startswith("_") and key not in NAMES_CODE):
             continue
         if key in NAMES_CODE:
@@ -179,22 +194,26 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
     kv_heads = config.integer("num_key_value_heads", 1, MAX_SIZE, heads)
     if heads % kv_heads:
         raise config.bad("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
-    head_dim = _head_dim(config, heads)
+    head_dim = _head_dim(config, heads, rotates=not family.rope.absent)
     qkv_bias, o_bias = _attention_bias(config, family, warnings)
     mlp_bias = config.flag("mlp_bias", False)
     if mlp_bias and not family.mlp_bias_key:
         raise config.unsupported("mlp_bias", mlp_bias, f"false for {family.name}")
-    act = config.values.get("hidden_act", "silu")
-    if not isinstance(act, str):
-        raise config.bad("hidden_act", act, f"one of {', '.join(ACTIVATIONS)}")
-    if act not in ACTIVATIONS:
-        raise config.unsupported("hidden_act", act, f"one of {', '.join(ACTIVATIONS)}")
-    ffn = FFNSpec(config.integer("intermediate_size", 1, MAX_SIZE), ACTIVATIONS[act], mlp_bias)
-    rope = rope_spec(config, head_dim, family.rope)
+    if config.values.get("scale_attn_weights") is False:
+        raise config.unsupported(
+            "scale_attn_weights", False, "true: scores divided by the root of the head's dimensions"
+        )
+    ffn = _ffn(config, family, mlp_bias or family.ffn_bias, warnings)
+    ropes = ropes_by_layer_type(config, head_dim, family.rope)
     rotated = _rotated_layers(config, family, count)
     scale = _multiplier(config, family, "attention_multiplier", head_dim**-0.5)
     if "attention_multiplier" in family.keys and config.get("attention_multiplier") is None:
         scale = 1.0  # not head_dim ** -0.5
+    if "query_pre_attn_scalar" in family.keys:
+        scalar = config.get("query_pre_attn_scalar")
+        scale = config.number("query_pre_attn_scalar", scalar, above=0) ** -0.5
+    softcap = _softcap(config, family, "attn_logit_softcapping")
+    types = _layer_types(config, family, count)
     return tuple(
         LayerSpec(
             index,
@@ -203,21 +222,39 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 scale=scale,
-                rope=rope if rotated[index] else None,
+                rope=ropes[types[index]] if rotated[index] else None,
                 qkv_bias=qkv_bias,
                 o_bias=o_bias,
                 qk_norm=family.qk_norm,
                 window=window,
+                softcap=softcap,
             ),
             ffn,
             family.norm_before,
             family.norm_after,
         )
-        for index, window in enumerate(_windows(config, family, count))
+        for index, window in enumerate(_windows(config, family, types))
     )
 
 
-def _head_dim(config: ConfigValues, heads: int) -> int:
+def _ffn(config: ConfigValues, family: Family, bias: bool, warnings: list[str]) -> FFNSpec:
+    key = family.act_key
+    act = config.get(key) or "silu"
+    if not isinstance(act, str):
+        raise config.bad(key, act, f"one of {', '.join(ACTIVATIONS)}")
+    if act not in ACTIVATIONS:
+        raise config.unsupported(key, act, f"one of {', '.join(ACTIVATIONS)}")
+    other = config.values.get("hidden_act")
+    if key != "hidden_act" and other is not None and ACTIVATIONS.get(other) != ACTIVATIONS[act]:
+        warnings.append(
+            f"{config.path}: key 'hidden_act': {shown(other)} is ignored; {family.name} has '{key}': '{act}'"
+        )
+    default = None if family.gated else 4 * config.integer("hidden_size", 1, MAX_SIZE)
+    size = config.integer("intermediate_size", 1, MAX_SIZE, default)
+    return FFNSpec(size, ACTIVATIONS[act], bias, family.gated)
+
+
+def _head_dim(config: ConfigValues, heads: int, *, rotates: bool) -> int:
     if config.get("head_dim") is None:
         hidden = config.integer("hidden_size", 1, MAX_SIZE)
         if hidden % heads:
@@ -225,7 +262,7 @@ def _head_dim(config: ConfigValues, heads: int) -> int:
         head_dim = hidden // heads
     else:
         head_dim = config.integer("head_dim", 1, MAX_HEAD_DIM)
-    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+    if (rotates and head_dim % 2) or head_dim > MAX_HEAD_DIM:
         raise config.bad("head_dim", head_dim, f"an even number up to {MAX_HEAD_DIM}: RoPE rotates pairs")
     return head_dim
 
@@ -234,16 +271,16 @@ def _attention_bias(config: ConfigValues, family: Family, warnings: list[str]) -
     """Whether q/k/v and o have a bias."""
     key = config.flag("attention_bias", bool(family.qkv_bias))
     if family.qkv_bias is None:
-        return key, key
+        return key, key if family.o_bias is None else family.o_bias
     if key and not family.qkv_bias:
         raise config.unsupported("attention_bias", key, f"false for {family.name}")
     if key != family.qkv_bias:  # transformers does not read the key for this family
         warnings.append(f"{config.path}: key 'attention_bias': false is ignored; {family.name} always has q/k/v biases")
-    return family.qkv_bias, False
+    return family.qkv_bias, bool(family.o_bias)
 
 
-def _windows(config: ConfigValues, family: Family, count: int) -> list[int | None]:
-    """Keys each layer sees; None = all."""
+def _layer_types(config: ConfigValues, family: Family, count: int) -> list[str]:
+    """Of each layer, "full_attention" or "sliding_attention", as layer_types or the family's pattern says."""
     types = config.values.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != count:
@@ -251,6 +288,18 @@ def _windows(config: ConfigValues, family: Family, count: int) -> list[int | Non
         for kind in types:
             if kind not in ("full_attention", "sliding_attention"):
                 raise config.unsupported("layer_types", kind, "full_attention or sliding_attention")
+        return types[:]
+    every = family.full_every
+    if "sliding_window_pattern" in family.keys:
+        every = config.integer("sliding_window_pattern", 1, MAX_SIZE, every)
+    if family.window != "pattern":
+        return ["full_attention"] * count
+    return ["full_attention" if (index + 1) % every == 0 else "sliding_attention" for index in range(count)]
+
+
+def _windows(config: ConfigValues, family: Family, types: list[str]) -> list[int | None]:
+    """Keys each layer sees; None = all. types: as `_layer_types` has them."""
+    given, count = config.values.get("layer_types") is not None, len(types)
     value = config.get("sliding_window")
     window = None if value is None else config.integer("sliding_window", 1, MAX_SIZE)
     switched = config.flag("use_sliding_window", False)
@@ -260,13 +309,15 @@ def _windows(config: ConfigValues, family: Family, count: int) -> list[int | Non
             raise config.unsupported(key, config.values[key], f"null or false for {family.name}")
     elif family.window == "switched" and not switched:
         window = None
-    first = config.integer("max_window_layers", 0, MAX_SIZE, 0) if family.window == "switched" else 0
-    windows = [window if index >= first else None for index in range(count)]
-    if types is None:
-        return windows
-    if window is None and "sliding_attention" in types:
+    if window is None and given and "sliding_attention" in types:
         raise config.bad("layer_types", "sliding_attention", "full_attention, because no sliding_window is in force")
     by_type = [window if kind == "sliding_attention" else None for kind in types]
+    if family.window == "pattern":
+        return by_type
+    first = config.integer("max_window_layers", 0, MAX_SIZE, 0) if family.window == "switched" else 0
+    windows = [window if index >= first else None for index in range(count)]
+    if not given:
+        return windows
     if family.window != "switched" and by_type != windows:
         raise config.unsupported("layer_types", types, f"the same window in all layers for {family.name}")
     return by_type
@@ -275,7 +326,7 @@ def _windows(config: ConfigValues, family: Family, count: int) -> list[int | Non
 def _rotated_layers(config: ConfigValues, family: Family, count: int) -> list[bool]:
     """Whether each layer has a rotary embedding: no_rope_layers (1 = it has), else all but every n-th."""
     if not family.rope.skips_layers:
-        return [True] * count
+        return [not family.rope.absent] * count
     interval = config.integer("no_rope_layer_interval", 1, MAX_SIZE, 4)
     given = config.values.get("no_rope_layers")
     if given is None:

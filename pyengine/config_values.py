@@ -15,12 +15,22 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 class ConfigValues:
-    """A JSON object and, for keys that are absent, a family's defaults. A key that is null counts as given."""
+    """A JSON object and, for keys that are absent, a family's defaults. A key that is null counts as given.
 
-    def __init__(self, path: Path, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    spelled: the file's own names of keys that `values` has under the usual ones; errors give the file's.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        spelled: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
         self.values = values
         self.defaults = defaults
+        self.spelled = spelled or {}
 
     @classmethod
     def read(cls, path: Path) -> ConfigValues:
@@ -33,16 +43,32 @@ class ConfigValues:
             raise ModelFormatError(f"{path}: root is {type(values).__name__}; expected an object")
         return cls(path, values, {})
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigValues:
-        return ConfigValues(self.path, self.values, defaults)
+    def of_family(self, defaults: Mapping[str, Any], spellings: Mapping[str, str]) -> ConfigValues:
+        """The same under the usual names of keys. spellings: usual name -> a family's own, which may stand for it.
+
+        Errors: ModelFormatError where both are there and differ.
+        """
+        values, spelled = dict(self.values), {}
+        for usual, own in spellings.items():
+            if own not in values:
+                continue
+            value = values.pop(own)
+            if usual in values and values[usual] != value:
+                raise self.bad(own, value, f"{shown(values[usual])}, as key '{usual}' says")
+            values[usual], spelled[usual] = value, own
+        return ConfigValues(self.path, values, defaults, spelled)
 
     def bad(self, key: str, value: Any, expected: str) -> ModelFormatError:
         """The error for a value that is wrong."""
-        return ModelFormatError(f"{self.path}: key '{key}': {shown(value)}; expected {expected}")
+        return ModelFormatError(f"{self.path}: key '{self.name(key)}': {shown(value)}; expected {expected}")
 
     def unsupported(self, key: str, value: Any, expected: str) -> UnsupportedModelError:
         """The error for a value that is valid and not implemented."""
-        return UnsupportedModelError(f"{self.path}: key '{key}': {shown(value)}; expected {expected}")
+        return UnsupportedModelError(f"{self.path}: key '{self.name(key)}': {shown(value)}; expected {expected}")
+
+    def name(self, key: str) -> str:
+        """What the file calls a key."""
+        return self.spelled.get(key, key)
 
     def get(self, key: str) -> Any:
         """The value, else the default, else None."""
@@ -54,7 +80,9 @@ class ConfigValues:
         if value is None and default is not None:
             return default
         if value is None:
-            raise ModelFormatError(f"{self.path}: key '{key}' is missing; expected an integer from {low} to {high}")
+            raise ModelFormatError(
+                f"{self.path}: key '{self.name(key)}' is missing; expected an integer from {low} to {high}"
+            )
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -22,7 +22,12 @@ Op = dict[str, Any]  # the fields of pe_op (csrc/include/pyengine.h)
 
 TAPS = ("attn_norm", "attention", "ffn_norm", "act", "hidden")
 NORMS = {"rms": Norm.RMS_NORM, "layer": Norm.LAYER_NORM}
-ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
     if a.rope is not None:
         b.emit(OpKind.ROPE, Stage.ATTENTION, i, input=joined, rope=b.layout.ropes[a.rope], **heads)
     b.emit(OpKind.KV_APPEND, Stage.ATTENTION, i, input=joined, **kv)
-    window = {"window": a.window or 0, "scale": a.scale}
+    window = {"window": a.window or 0, "scale": a.scale, "softcap": a.softcap or 0.0}
     b.emit(OpKind.ATTENTION, Stage.ATTENTION, i, input=joined, output=attended, **kv, **window)
     b.tap(i, "attention", attended, Stage.ATTENTION)
     o_in = b.quantized(attended, "attended", Stage.ATTENTION, i)
@@ -150,13 +155,15 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
 
     if i not in b.hooks.ffn_skip:
         inter = f.intermediate_size
-        gate_up, act = b.buffer("gate_up", 2 * padded(inter)), b.buffer("act", inter)
+        first = b.buffer("gate_up", 2 * padded(inter)) if f.gated else b.buffer("up", inter)
+        act = b.buffer("act", inter)
         norm = b.enter(layer, x, w.ffn_norm, w.ffn_norm_bias)
         b.tap(i, "ffn_norm", norm, Stage.NORM)
         f_in = b.quantized(norm, "norm", Stage.NORM, i)
-        b.emit(OpKind.LINEAR, Stage.FFN, i, input=f_in, output=gate_up, weight=w.gate_up, bias=w.gate_up_bias)
+        b.emit(OpKind.LINEAR, Stage.FFN, i, input=f_in, output=first, weight=w.gate_up, bias=w.gate_up_bias)
         activation = int(ACTIVATIONS[f.activation])
-        b.emit(OpKind.ACT_MUL, Stage.FFN, i, input=gate_up, output=act, activation=activation)
+        kind = OpKind.ACT_MUL if f.gated else OpKind.ACT
+        b.emit(kind, Stage.FFN, i, input=first, output=act, activation=activation)
         b.mask(i, act, inter)
         b.tap(i, "act", act, Stage.FFN)
         d_in = b.quantized(act, "act", Stage.FFN, i)
@@ -216,11 +223,13 @@ def build(
     check_hooks(spec, hooks)
     b = Builder(backend, spec, weights.quantization.layers.is_integer, layout, hooks)
     x = b.buffer("x", spec.hidden_size)
-    b.emit(OpKind.EMBED, Stage.EMBED, NONE, output=x, weight=weights.embed, scale=spec.embedding_scale)
+    tables = {"weight": weights.embed, "weight2": weights.positions}
+    b.emit(OpKind.EMBED, Stage.EMBED, NONE, output=x, **tables, scale=spec.embedding_scale)
     for layer, w in zip(spec.layers, weights.layers, strict=True):
         emit_layer(b, layer, w, x)
     norm = b.norm_fields(weights.final_norm, weights.final_norm_bias)
-    b.emit(OpKind.LM_HEAD, Stage.LM_HEAD, NONE, input=x, weight=weights.lm_head, **norm)
+    head = {"weight": weights.lm_head, "softcap": spec.logits_softcap or 0.0}
+    b.emit(OpKind.LM_HEAD, Stage.LM_HEAD, NONE, input=x, **head, **norm)
     b.emit(OpKind.SAMPLE, Stage.SAMPLE, NONE)
     return finish(b, fused=fused, timed=timed, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
 

@@ -6,7 +6,7 @@ Facts are from transformers' configuration_*.py and modeling_*.py of each family
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pyengine.spec import NormSpec
@@ -36,6 +36,8 @@ class RopeForm:
 
     partial: float | None = None  # partial_rotary_factor where the key is absent; None: the whole head, the key refused
     interleaved: bool = False
+    absent: bool = False  # no layer has one
+    local_theta: float | None = None  # windowed layers have parameters of their own: this theta in files of no other
     skips_layers: bool = False  # no_rope_layers and no_rope_layer_interval say which layers have none
     q_scaled: bool = False  # llama_4_scaling_beta multiplies q
 
@@ -48,17 +50,28 @@ class Family:
     model_type: str
     qkv_bias: bool | None = None  # None: the key attention_bias decides, for o_proj too
     mlp_bias_key: bool = False  # the key mlp_bias exists
+    o_bias: bool | None = None  # None: as q, k and v where the key decides, else none
     qk_norm: str | None = None  # as in AttentionSpec
     norm: NormSpec = _RMS  # its eps is that of a file without the key
     norm_eps_key: str = "rms_norm_eps"
     norm_before: bool = True  # as in LayerSpec
     norm_after: bool = False
-    window: str = "none"  # "key": sliding_window alone; "switched": by use_sliding_window, per layer
+    window: str = "none"  # "key": sliding_window alone; "switched": by use_sliding_window, per layer; "pattern": ...
+    full_every: int = 0  # ... in all layers but every n-th, where layer_types says nothing
+    act_key: str = "hidden_act"
+    gated: bool = True  # as in FFNSpec
+    ffn_bias: bool = False  # always, whatever the file says
+    embedding_sqrt: bool = False  # embeddings are multiplied by sqrt(hidden_size), as a float32: so is the hidden state
+    learned_positions: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be absent; null is not absent
     names: Names = field(default_factory=Names)
     keys: tuple[str, ...] = ()  # config keys that this family has and others do not
+    inert: tuple[str, ...] = ()  # those of them that change no number
+    off: tuple[str, ...] = ()  # those of them that are not supported unless off
+    spellings: Mapping[str, str] = field(default_factory=dict)  # usual config key -> this family's name of it
     texts: tuple[str, ...] = ()  # a model of several parts: families its decoder, under text_config, may be of
     rope: RopeForm = field(default_factory=RopeForm)
+    models: str = ""  # of this family, for README's table
 
 
 # Norms after a branch: the canonical names are GLM-4's, because Llama's norm before the FFN has the shorter one.
@@ -77,32 +90,186 @@ _LANGUAGE_MODEL = Names(
     prefixes=("model.language_model.", "language_model.model."),
     skipped=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector."),
 )
+_AROUND = {  # Gemma: four norms, the one before the FFN under the longer name
+    **_AFTER,
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+}
+_SOFTCAPS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+_GEMMA: dict[str, Any] = {
+    "norm": NormSpec(1e-6, plus_one=True),
+    "norm_after": True,
+    "window": "pattern",
+    "act_key": "hidden_activation",
+    "embedding_sqrt": True,
+}
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA3 = Family(
+    "gemma3",
+    "gemma3_text",
+    models="Gemma 3 (text)",
+    qk_norm="head",
+    full_every=6,
+    rope=RopeForm(local_theta=10000.0),
+    defaults={**_GEMMA_DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0},
+    names=Names(renames=_AROUND),
+    keys=(*_SOFTCAPS, "hidden_activation", "sliding_window_pattern", "rope_local_base_freq"),
+    inert=("cache_implementation",),
+    off=("use_bidirectional_attention",),
+    **_GEMMA,
+)
+_OLMO: dict[str, Any] = {"norm_before": False, "norm_after": True, "qk_norm": "whole", "norm": NormSpec(1e-5)}
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "llama", mlp_bias_key=True, defaults={"max_position_embeddings": 2048}),
+    "LlamaForCausalLM": Family(
+        "llama",
+        "llama",
+        models="Llama 2, 3, 3.1, 3.2, 3.3",
+        mlp_bias_key=True,
+        defaults={"max_position_embeddings": 2048},
+    ),
     "MistralForCausalLM": Family(
         "mistral",
         "mistral",
+        models="Mistral",
         qkv_bias=False,
         window="key",
         defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
-    "Qwen2ForCausalLM": Family("qwen2", "qwen2", qkv_bias=True, window="switched", defaults=_QWEN),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", "qwen2", models="Qwen2, Qwen2.5", qkv_bias=True, window="switched", defaults=_QWEN
+    ),
     "Qwen3ForCausalLM": Family(
-        "qwen3", "qwen3", qk_norm="head", window="switched", defaults={**_QWEN, "head_dim": 128}
+        "qwen3", "qwen3", models="Qwen3 (dense)", qk_norm="head", window="switched", defaults={**_QWEN, "head_dim": 128}
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
         "olmo2",
-        qk_norm="whole",
-        norm=NormSpec(1e-5),
-        norm_before=False,
-        norm_after=True,
+        models="Olmo 2",
         defaults={"max_position_embeddings": 2048},
         names=Names(renames=_AFTER),
+        **_OLMO,
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        "olmo3",
+        models="Olmo 3",
+        window="pattern",
+        full_every=4,
+        rope=RopeForm(local_theta=500000.0),
+        defaults={"max_position_embeddings": 2048, "sliding_window": 4096, "rope_theta": 500000.0},
+        names=Names(renames=_AFTER),
+        **_OLMO,
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        "gemma2",
+        models="Gemma 2",
+        full_every=2,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 256000,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        names=Names(renames=_AROUND),
+        keys=(*_SOFTCAPS, "hidden_activation"),
+        inert=("cache_implementation",),
+        off=("use_bidirectional_attention",),
+        **_GEMMA,
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3 with vision",
+        "gemma3",
+        models="Gemma 3",
+        texts=("Gemma3ForCausalLM",),
+        names=replace(_LANGUAGE_MODEL, renames=_AROUND),
+        keys=_VISION_KEYS,
+        inert=("mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        "glm4",
+        models="GLM-4",
+        o_bias=False,
+        norm=NormSpec(1.5625e-7),
+        norm_after=True,
+        rope=RopeForm(partial=0.5, interleaved=True),
+        defaults={
+            "attention_bias": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+        },
+        names=Names(fused={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}),
+    ),
+    "GPT2LMHeadModel": Family(
+        "gpt2",
+        "gpt2",
+        models="GPT-2",
+        qkv_bias=True,
+        o_bias=True,
+        norm=NormSpec(1e-5, kind="layer", bias=True),
+        norm_eps_key="layer_norm_epsilon",
+        act_key="activation_function",
+        gated=False,
+        ffn_bias=True,
+        learned_positions=True,
+        rope=RopeForm(absent=True),
+        defaults={
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+            "vocab_size": 50257,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 1024,
+        },
+        names=Names(
+            prefixes=("transformer.", ""),
+            renames={
+                "embed_tokens": "wte",
+                "embed_positions": "wpe",
+                "layers": "h",
+                "norm": "ln_f",
+                "input_layernorm": "ln_1",
+                "post_attention_layernorm": "ln_2",
+                "self_attn.o_proj": "attn.c_proj",
+                "mlp.up_proj": "mlp.c_fc",
+                "mlp.down_proj": "mlp.c_proj",
+            },
+            fused={"attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+            transposed=True,
+        ),
+        keys=("activation_function", "layer_norm_epsilon", "scale_attn_weights"),
+        inert=(
+            *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj", "summary_activation"),
+            *("summary_proj_to_labels", "summary_first_dropout", "reorder_and_upcast_attn", "n_ctx"),
+        ),
+        off=("scale_attn_by_inverse_layer_idx",),
+        spellings={
+            "hidden_size": "n_embd",
+            "intermediate_size": "n_inner",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
     ),
     "Ministral3ForCausalLM": Family(
         "ministral3",
         "ministral3",
+        models="Ministral 3 (text)",
         qkv_bias=False,
         window="key",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 262144, "head_dim": 128, "rms_norm_eps": 1e-5},
@@ -111,6 +278,7 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": Family(
         "mistral3",
         "mistral3",
+        models="Mistral 3, Ministral 3",
         texts=("MistralForCausalLM", "Ministral3ForCausalLM"),
         names=_LANGUAGE_MODEL,
         keys=_VISION_KEYS,
@@ -118,6 +286,7 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         "smollm3",
+        models="SmolLM3",
         mlp_bias_key=True,
         defaults={
             "rope_theta": 2000000.0,
@@ -131,6 +300,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": Family(
         "granite",
         "granite",
+        models="Granite 3 (dense)",
         mlp_bias_key=True,
         defaults={"max_position_embeddings": 2048},
         keys=("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),

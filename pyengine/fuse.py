@@ -43,17 +43,21 @@ def _attention_quantize(ops: list[Op]) -> Op | None:
     return {**attention, "kind": kind, "output": quantize["output"], "scratch": attention["output"]}
 
 
-def _gated_ffn(ops: list[Op]) -> Op | None:
-    gate_up, act, down, add = ops[0], ops[1], ops[-2], ops[-1]
+def _ffn(ops: list[Op]) -> Op | None:
+    """Both matrices with the activation between them, and the add behind them if there is one."""
+    first, act, residual = ops[0], ops[1], ops[-1]["kind"] == int(OpKind.ADD)
+    down = ops[-2] if residual else ops[-1]
+    gated = act["kind"] == int(OpKind.ACT_MUL)
+    with_add, alone = (OpKind.GATED_FFN_RESIDUAL, OpKind.GATED_FFN) if gated else (OpKind.FFN_RESIDUAL, OpKind.FFN)
     return {
-        **gate_up,
-        "kind": int(OpKind.GATED_FFN_RESIDUAL),
+        **first,
+        "kind": int(with_add if residual else alone),
         "activation": act["activation"],
         "scratch": down["input"],
         "weight2": down["weight"],
         **({"bias2": down["bias"]} if "bias" in down else {}),
-        "output": add["output"],
-        "scale": add.get("scale", 1.0),
+        "output": ops[-1]["output"],
+        "scale": ops[-1].get("scale", 1.0),
     }
 
 
@@ -69,8 +73,12 @@ def _norm_residual(ops: list[Op]) -> Op | None:
 
 K = OpKind
 PATTERNS: list[tuple[list[OpKind], Callable[[list[Op]], Op | None]]] = [
-    ([K.LINEAR, K.ACT_MUL, K.QUANTIZE, K.LINEAR, K.ADD], _gated_ffn),
-    ([K.LINEAR, K.ACT_MUL, K.LINEAR, K.ADD], _gated_ffn),
+    *(
+        ([K.LINEAR, act, *quantize, K.LINEAR, *add], _ffn)
+        for act in (K.ACT_MUL, K.ACT)
+        for quantize in ([K.QUANTIZE], [])
+        for add in ([K.ADD], [])
+    ),
     ([K.LINEAR, K.QK_NORM, K.ROPE, K.KV_APPEND], _qkv),
     ([K.LINEAR, K.ROPE, K.KV_APPEND], _qkv),
     ([K.LINEAR, K.QK_NORM, K.KV_APPEND], _qkv),

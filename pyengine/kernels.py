@@ -23,130 +23,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import KV_BLOCK, Backend, Format, KvDtype, Norm, OpKind, Program, Stage
+from pyengine._core import KV_BLOCK, KvDtype, Norm, OpKind
 from pyengine.decoder import ACTIVATIONS
 from pyengine.errors import RequestError
-from pyengine.fuse import fuse
+from pyengine.kernel_program import EMPTY as EMPTY
+from pyengine.kernel_program import Array, Float32, matrix, values, weighting
+from pyengine.kernel_program import Bench as Bench
+from pyengine.kernel_program import run as run
 from pyengine.quantize import PackedFormat, choose
-from pyengine.weights import padded
-
-Array = npt.NDArray[Any]
-Float32 = npt.NDArray[np.float32]
-Int32 = npt.NDArray[np.int32]
+from pyengine.weights import PANEL, padded
 
 KV_DTYPES = {"float32": KvDtype.F32, "bfloat16": KvDtype.BF16, "int8": KvDtype.INT8}
-MAX_TOKENS = 1 << 20  # of the core, in one call
-EMPTY = np.empty(0, np.int32)
-
-
-def values(array: Any, name: str, *shape: int | None) -> Float32:
-    """`array` as C-contiguous float32 of that shape (None: any length); RequestError says what does not fit."""
-    array = np.asarray(array)
-    if array.dtype.kind != "f" or array.dtype.itemsize > 4:
-        raise RequestError(f"{name} is {array.dtype}; expected float32 or float16")
-    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-    fits = array.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, array.shape, strict=True))
-    if not fits or not array.size:
-        raise RequestError(f"{name} has shape {list(array.shape)}; expected {wanted}, not empty")
-    return np.ascontiguousarray(array, np.float32)
-
-
-def matrix(array: Any, name: str, rows: int | None = None, cols: int | None = None) -> Array:
-    """A [N, K] matrix as the core packs it: float32, float16, or uint16 holding bfloat16."""
-    array = np.asarray(array)
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
-    if array.dtype not in (np.float32, np.float16, np.uint16):
-        raise RequestError(f"{name} is {array.dtype}; expected float32, float16 or bfloat16")
-    wanted = f"[{rows or 'N'}, {cols or 'K'}]"
-    if array.ndim != 2 or not array.size or rows not in (None, len(array)) or cols not in (None, array.shape[1]):
-        raise RequestError(f"{name} has shape {list(array.shape)}; expected {wanted}, not empty")
-    return np.ascontiguousarray(array)
-
-
-def weighting(importance: Any, cols: int) -> Float32 | None:
-    if importance is None:
-        return None
-    h = values(importance, "importance", cols)
-    if not (np.isfinite(h) & (h >= 0)).all():
-        raise RequestError("importance has a negative value, NaN or Inf; expected E[x^2] of each input channel")
-    return h
-
-
-class Bench:
-    """A backend with the ops and buffers of one small program."""
-
-    def __init__(self, threads: int | None, isa: str | None) -> None:
-        if threads is not None and (isinstance(threads, bool) or threads < 1):
-            raise RequestError(f"threads is {threads}; expected at least 1, or None for the default")
-        self.backend = Backend(threads or 0, isa or "")
-        self.ops: list[dict[str, Any]] = []
-        self.buffers: list[tuple[bool, int]] = []
-
-    def tensor(
-        self, fmt: PackedFormat, rows: int, parts: list[tuple[Array, int, int]], importance: Float32 | None = None
-    ) -> int:
-        """A tensor of `rows` rows, filled with matrices at (first panel, panel stride)."""
-        tensor = self.backend.tensor_create(int(fmt.format), rows, parts[0][0].shape[-1], fmt.group)
-        for source, offset, stride in parts:
-            self.backend.tensor_pack(tensor, source, offset, stride, importance)
-        return tensor
-
-    def vector(self, source: Float32, size: int | None = None) -> int:
-        """float32 values, then zeros up to `size`."""
-        padding = np.zeros((size or len(source)) - len(source), np.float32)
-        return self.tensor(PackedFormat(Format.VECTOR_F32), 1, [(np.concatenate([source, padding]), 0, 1)])
-
-    def buffer(self, width: int, quantized: bool = False) -> int:
-        self.buffers.append((quantized, width))
-        return len(self.buffers) - 1
-
-    def op(self, kind: OpKind, **fields: Any) -> None:
-        self.ops.append({"kind": int(kind), "stage": int(Stage.FFN), **fields})
-
-    def quantized(self, source: int, fmt: PackedFormat) -> int:
-        """The buffer that a matrix of `fmt` reads: `source`, or its int8 form."""
-        if not fmt.is_integer:
-            return source
-        out = self.buffer(self.buffers[source][1], quantized=True)
-        self.op(OpKind.QUANTIZE, input=source, output=out)
-        return out
-
-    def program(self, output: int | None, max_tokens: int, fused: bool = False) -> Program:
-        """The ops so far as a program that shows the buffer `output`."""
-        if max_tokens > MAX_TOKENS:
-            raise RequestError(f"{max_tokens} tokens; expected at most {MAX_TOKENS}")
-        ops = fuse(self.ops) if fused else list(self.ops)
-        if output is not None:
-            ops.append({"kind": int(OpKind.TAP), "stage": int(Stage.FFN), "input": output, "head_dim": 0})
-        return Program(self.backend, ops, self.buffers, max_tokens, max_tokens, False)
-
-    def show(
-        self, program: Program, hidden: Float32, width: int, start: int = 0, table: Int32 | None = None
-    ) -> Float32:
-        """Run on hidden [T, ...] at positions start, start + 1 ...; returns the output buffer [T, width]."""
-        out = np.empty((len(hidden), width), np.float32)
-        run(program, hidden, start=start, taps=[out], table=table)
-        return out
-
-
-def run(
-    program: Program,
-    hidden: Float32 | None,
-    *,
-    start: int = 0,
-    ids: Int32 = EMPTY,
-    taps: list[Float32] | None = None,
-    table: Int32 | None = None,
-    logits: Float32 | None = None,
-) -> None:
-    """One batch of one sequence."""
-    tokens = len(ids) if hidden is None else len(hidden)
-    positions = np.arange(start, start + tokens, dtype=np.int32)
-    ends = np.array([0, tokens], np.int32)
-    rows = EMPTY if logits is None else np.arange(tokens, dtype=np.int32)
-    tables = [] if table is None else [table]
-    program.run(ids, positions, ends, tables, rows, logits, None, hidden, taps or [], None, True)
 
 
 class Linear:
@@ -237,33 +124,108 @@ def swiglu_ffn(
     quant: str = "int8",
     group_size: int | None = None,
     scheme: str | None = None,
-    activation: str = "silu",
     fused: bool = True,
     threads: int | None = None,
     isa: str | None = None,
 ) -> Float32:
-    """(act(x @ gate.T) * (x @ up.T)) @ down.T for x [M, K]; gate, up [F, K]; down [N, F]: float32 [M, N].
+    """gated_ffn with SiLU and without biases (SwiGLU, Shazeer 2020)."""
+    options: dict[str, Any] = {"quant": quant, "group_size": group_size, "scheme": scheme, "fused": fused}
+    return gated_ffn(x, gate, up, down, **options, threads=threads, isa=isa)
 
-    activation: "silu" (SwiGLU, Shazeer 2020) or "gelu_tanh" (GeGLU). The intermediate [M, F] is rounded to int8 under
+
+def gated_ffn(
+    x: Any,
+    gate: Any,
+    up: Any,
+    down: Any,
+    gate_bias: Any = None,
+    up_bias: Any = None,
+    down_bias: Any = None,
+    *,
+    activation: str = "silu",
+    quant: str = "int8",
+    group_size: int | None = None,
+    scheme: str | None = None,
+    fused: bool = True,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> Float32:
+    """(act(x @ gate.T + gate_bias) * (x @ up.T + up_bias)) @ down.T + down_bias for x [M, K]: float32 [M, N].
+
+    gate, up [F, K]; down [N, F]; gate_bias, up_bias [F] and down_bias [N], each None for none. activation: "silu"
+    (SwiGLU), "gelu_tanh" or "gelu" (GeGLU, with tanh or erf), "relu". The intermediate [M, F] is rounded to int8 under
     int8 and int4. fused=False runs the same arithmetic op by op, with the same bits.
     """
+    gate = matrix(gate, "gate")
+    up = matrix(up, "up", *gate.shape)
+    first = [(gate, gate_bias, "gate_bias"), (up, up_bias, "up_bias")]
+    return _ffn(x, first, down, down_bias, activation, choose(quant, group_size, scheme).layers, fused, threads, isa)
+
+
+def ffn(
+    x: Any,
+    up: Any,
+    down: Any,
+    up_bias: Any = None,
+    down_bias: Any = None,
+    *,
+    activation: str = "gelu",
+    quant: str = "int8",
+    group_size: int | None = None,
+    scheme: str | None = None,
+    fused: bool = True,
+    threads: int | None = None,
+    isa: str | None = None,
+) -> Float32:
+    """act(x @ up.T + up_bias) @ down.T + down_bias for x [M, K], the FFN of two matrices: float32 [M, N].
+
+    up [F, K]; down [N, F]; up_bias [F], down_bias [N], each None for none. The other arguments: see gated_ffn.
+    """
+    first = [(matrix(up, "up"), up_bias, "up_bias")]
+    return _ffn(x, first, down, down_bias, activation, choose(quant, group_size, scheme).layers, fused, threads, isa)
+
+
+def _ffn(
+    x: Any,
+    first: list[tuple[Array, Any, str]],
+    down: Any,
+    down_bias: Any,
+    activation: str,
+    fmt: PackedFormat,
+    fused: bool,
+    threads: int | None,
+    isa: str | None,
+) -> Float32:
+    """first: gate and up, or up alone, each with its bias and the bias's name."""
     if activation not in ACTIVATIONS:
         raise RequestError(f"activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
-    gate = matrix(gate, "gate")
-    inter, cols = gate.shape
-    up, down = matrix(up, "up", inter, cols), matrix(down, "down", None, inter)
+    inter, cols = first[0][0].shape
+    down = matrix(down, "down", None, inter)
     x = values(x, "x", None, cols)
-    fmt, out_features = choose(quant, group_size, scheme).layers, len(down)
+    sides, out_features = len(first), len(down)
+    gated = sides == 2
+    rows = sides * padded(inter) if gated else inter
     b = Bench(threads, isa)
-    gate_up = b.tensor(fmt, 2 * padded(inter), [(gate, 0, 2), (up, 1, 2)])
-    loaded, sums, act = b.buffer(cols), b.buffer(2 * padded(inter)), b.buffer(inter)
+    ids = {"weight": b.tensor(fmt, rows, [(source, side, sides) for side, (source, *_) in enumerate(first)])}
+    if any(bias is not None for _, bias, _ in first):
+        joined = np.zeros((padded(inter) // PANEL, sides, PANEL), np.float32)
+        for side, (_, bias, name) in enumerate(first):
+            if bias is not None:
+                whole = np.zeros(padded(inter), np.float32)
+                whole[:inter] = values(bias, name, inter)
+                joined[:, side] = whole.reshape(-1, PANEL)
+        ids["bias"] = b.vector(joined.reshape(-1))
+    loaded, sums, act = b.buffer(cols), b.buffer(rows), b.buffer(inter)
     branch, out = b.buffer(out_features), b.buffer(out_features)
     b.op(OpKind.LOAD_HIDDEN, output=loaded)
     b.op(OpKind.MASK_COLUMNS, output=out, norm=b.vector(np.zeros(out_features, np.float32)))  # the fused op adds to it
-    b.op(OpKind.LINEAR, input=b.quantized(loaded, fmt), output=sums, weight=gate_up)
-    b.op(OpKind.ACT_MUL, input=sums, output=act, activation=int(ACTIVATIONS[activation]))
-    weight = b.tensor(fmt, out_features, [(down, 0, 1)])
-    b.op(OpKind.LINEAR, input=b.quantized(act, fmt), output=branch, weight=weight)
+    b.op(OpKind.LINEAR, input=b.quantized(loaded, fmt), output=sums, **ids)
+    kind = OpKind.ACT_MUL if gated else OpKind.ACT
+    b.op(kind, input=sums, output=act, activation=int(ACTIVATIONS[activation]))
+    ids = {"weight": b.tensor(fmt, out_features, [(down, 0, 1)])}
+    if down_bias is not None:
+        ids["bias"] = b.vector(values(down_bias, "down_bias", out_features), padded(out_features))
+    b.op(OpKind.LINEAR, input=b.quantized(act, fmt), output=branch, **ids)
     b.op(OpKind.ADD, input=branch, output=out)
     return b.show(b.program(out, len(x), fused), x, out_features)
 

@@ -8,6 +8,7 @@ models were trained with float32 angles (rope.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pyengine import rope
 from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.errors import RequestError, UnsupportedModelError
+from pyengine.errors import RequestError
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, NormSpec
 from pyengine.tensors import CanonicalTensors, check_tensors
 
@@ -61,6 +62,31 @@ def silu(x: Array) -> Array:
     return y
 
 
+def gelu(x: Array) -> Array:
+    """x Phi(x), Phi the normal distribution: with erf."""
+    return np.asarray(x * 0.5 * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2))).astype(x.dtype)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    u = x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x * x * x)
+    y: Array = x.dtype.type(0.5) * x * (1 + np.tanh(u))
+    return y
+
+
+def relu(x: Array) -> Array:
+    y: Array = np.maximum(x, 0)
+    return y
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu}
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """cap * tanh(x / cap); x itself where cap is None."""
+    return x if cap is None else np.asarray(np.tanh(x / x.dtype.type(cap)) * x.dtype.type(cap))
+
+
 def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate x [T, heads, head_dim] by the angles of cos, sin [T, rotary_dim / 2].
 
@@ -72,12 +98,14 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def attention(q: Array, k: Array, v: Array, scale: float, start: int, window: int | None = None) -> Array:
+def attention(
+    q: Array, k: Array, v: Array, scale: float, start: int, window: int | None = None, softcap: float | None = None
+) -> Array:
     """Causal softmax attention with grouped KV heads.
 
     q [T, heads, d] at positions start .. start + T; k and v [start + T, kv_heads, d] at positions 0 on; heads is a
     multiple of kv_heads, and query head h reads KV head h // (heads / kv_heads). A query at position p sees the keys
-    max(0, p - window + 1) .. p. Returns [T, heads * d].
+    max(0, p - window + 1) .. p. softcap: as in AttentionSpec. Returns [T, heads * d].
     """
     tokens, heads, dim = q.shape
     keys, kv_heads = k.shape[:2]
@@ -90,7 +118,7 @@ def attention(q: Array, k: Array, v: Array, scale: float, start: int, window: in
         hidden = (age < 0) if window is None else (age < 0) | (age >= window)
         for h in range(heads):
             g = h // (heads // kv_heads)
-            scores = q[begin:end, h] @ k[low:high, g].T * q.dtype.type(scale)
+            scores = capped(q[begin:end, h] @ k[low:high, g].T * q.dtype.type(scale), softcap)
             scores[hidden] = -np.inf
             out[begin:end, h] = softmax(scores) @ v[low:high, g]
     return out.reshape(tokens, heads * dim)
@@ -100,6 +128,13 @@ def swiglu_ffn(x: Array, gate: Array, up: Array, down: Array) -> Array:
     """down @ (silu(gate @ x) * (up @ x)) for every row of x [T, d]; gate, up [d_ff, d]; down [d, d_ff]."""
     y: Array = (silu(x @ gate.T) * (x @ up.T)) @ down.T
     return y
+
+
+def ffn(x: Array, up: Array, down: Array, up_bias: Array | None, down_bias: Array | None, activation: str) -> Array:
+    """down @ act(up @ x + up_bias) + down_bias for every row of x [T, d]; up [d_ff, d]; down [d, d_ff]."""
+    h = x @ up.T if up_bias is None else x @ up.T + up_bias
+    y: Array = ACTIVATIONS[activation](h) @ down.T
+    return y if down_bias is None else y + down_bias
 
 
 def round_bf16(x: Array) -> Array:
@@ -160,11 +195,6 @@ class ReferenceModel:
         self.spec = spec
         self.weights = weights
         self.dtype = np.dtype(dtype)
-        for layer in spec.layers:
-            if layer.ffn.activation != "silu":
-                raise UnsupportedModelError(
-                    f"layer {layer.index}: activation {layer.ffn.activation!r}; expected 'silu'"
-                )
 
     def weight(self, name: str) -> Array:
         return np.asarray(self.weights[name]).astype(self.dtype, copy=False)
@@ -208,13 +238,20 @@ class ReferenceModel:
             raise RequestError(f"start {start}: expected {cache.length}, the number of tokens in the cache")
         x = np.asarray(self.weights["model.embed_tokens.weight"])[ids].astype(self.dtype)
         x = x * self.dtype.type(self.spec.embedding_scale)
+        if self.spec.learned_positions:
+            if start + len(ids) > self.spec.learned_positions:
+                last = start + len(ids) - 1
+                raise RequestError(
+                    f"position {last}; expected 0 to {self.spec.learned_positions - 1}, the learned ones"
+                )
+            x = x + self.weight("model.embed_positions.weight")[start : start + len(ids)]
         for layer in self.spec.layers:
             x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, neuron_mask.get(layer.index))
         cache.length += len(ids)
         x = self.norm(x, "model.norm")
         logits = self.linear(x, "model.embed_tokens" if self.spec.tie_word_embeddings else "lm_head")
         logits /= self.dtype.type(self.spec.logits_scale)
-        return logits
+        return capped(logits, self.spec.logits_softcap)
 
     def check_hooks(self, ffn_skip: Collection[int], neuron_mask: Mapping[int, Sequence[int] | Array]) -> None:
         for index in (*ffn_skip, *neuron_mask):
@@ -256,7 +293,7 @@ class ReferenceModel:
         x = x + scale * after(branch, "post_self_attn_layernorm")
         if not skip_ffn:
             seen["ffn_norm"] = before(x, "post_attention_layernorm")
-            seen["act"] = self.gated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
+            seen["act"] = self.activated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
             if masked is not None:
                 seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
             branch = self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
@@ -287,11 +324,12 @@ class ReferenceModel:
         balanced = spec.qkv_bias and not spec.qk_norm
         factors = key_factors(spec, self.weight(prefix + "k_proj.bias")).astype(x.dtype) if balanced else None
         k, v = cache.append(layer.index, k, v, factors)
-        return attention(q, k, v, spec.scale, start, spec.window)
+        return attention(q, k, v, spec.scale, start, spec.window, spec.softcap)
 
-    def gated(self, x: Array, spec: FFNSpec, prefix: str) -> Array:
-        """silu(gate(x)) * up(x): the intermediate [T, intermediate_size] that down_proj reads."""
-        return silu(self.linear(x, prefix + "gate_proj", spec.bias)) * self.linear(x, prefix + "up_proj", spec.bias)
+    def activated(self, x: Array, spec: FFNSpec, prefix: str) -> Array:
+        """act(gate(x)) * up(x), or act(up(x)): the intermediate [T, intermediate_size] that down_proj reads."""
+        up, act = self.linear(x, prefix + "up_proj", spec.bias), ACTIVATIONS[spec.activation]
+        return act(self.linear(x, prefix + "gate_proj", spec.bias)) * up if spec.gated else act(up)
 
 
 def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceModel:

@@ -37,10 +37,11 @@ PARAMETERS: dict[str, dict[str, bool]] = {
 }
 Q_SCALE = "llama_4_scaling_beta"
 LLAMA = RopeForm()
+LAYER_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 INERT = {"finetuned"}  # says how the checkpoint was made
 
 
-def rope_spec(config: ConfigValues, head_dim: int, form: RopeForm = LLAMA) -> RopeSpec:
+def _rope_spec(config: ConfigValues, head_dim: int, form: RopeForm) -> RopeSpec:
     """The rotary embedding that config.json describes, of a head of `head_dim` dimensions in a family's form.
 
     Errors: ModelFormatError for a bad value and for two spellings that differ; UnsupportedModelError for a rope_type or
@@ -62,6 +63,35 @@ def rope_spec(config: ConfigValues, head_dim: int, form: RopeForm = LLAMA) -> Ro
             "expected one of them, or the same"
         )
     return next(iter(found.values()))
+
+
+def ropes_by_layer_type(config: ConfigValues, head_dim: int, form: RopeForm = LLAMA) -> dict[str, RopeSpec]:
+    """The rotary embeddings of "full_attention" and "sliding_attention" layers: the same unless the form has two.
+
+    Two are given nested in rope_parameters, by layer type; in older files the keys of one embedding mean that of full
+    attention, and windowed layers have the default type with a theta of their own. Errors: as _rope_spec.
+    """
+    if form.local_theta is None:
+        return dict.fromkeys(LAYER_TYPES, _rope_spec(config, head_dim, form))
+    # no key outside rope_parameters is about windowed layers, but for their theta
+    theta = config.positive("rope_local_base_freq", form.local_theta)
+    values = {key: value for key, value in config.values.items() if key not in ("rope_theta", "rope_scaling")}
+    defaults = {**config.defaults, "rope_theta": theta}
+    local = ConfigValues(config.path, values, defaults)
+    nested = config.values.get("rope_parameters")
+    if nested is None:
+        return {FULL: _rope_spec(config, head_dim, form), SLIDING: _rope_spec(local, head_dim, form)}
+    if config.values.get("rope_scaling") is not None:
+        raise config.unsupported("rope_scaling", config.values["rope_scaling"], "rope_parameters alone")
+    if not isinstance(nested, dict) or any(not isinstance(value, dict | None) for value in nested.values()):
+        raise config.bad("rope_parameters", nested, f"an object for each of {', '.join(LAYER_TYPES)}")
+    unknown = [name for name in nested if name not in LAYER_TYPES]
+    if unknown:
+        raise config.unsupported("rope_parameters", unknown[0], ", ".join(LAYER_TYPES))
+    return {
+        kind: _parse(source, f"rope_parameters.{kind}", nested.get(kind) or {}, head_dim, form)
+        for kind, source in ((FULL, config), (SLIDING, local))
+    }
 
 
 def _parse(config: ConfigValues, key: str, source: dict[str, Any], head_dim: int, form: RopeForm) -> RopeSpec:

@@ -52,15 +52,17 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: str | None = None  # RMSNorm of q and k before RoPE: "head", over head_dim; "whole", over all their heads
     window: int | None = None  # keys seen, the query's own included; None = all
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) before the softmax
 
 
 @dataclass(frozen=True)
 class FFNSpec:
-    """Gated FFN: down(act(gate(x)) * up(x))."""
+    """Gated FFN: down(act(gate(x)) * up(x)); of two matrices: down(act(up(x)))."""
 
     intermediate_size: int
-    activation: str = "silu"
+    activation: str = "silu"  # "silu", "gelu" (with erf), "gelu_tanh", "relu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class LayerSpec:
 class ModelSpec:
     """A whole decoder: embedding, layers, final norm, head."""
 
-    family: str  # "llama", "mistral", "qwen2", "qwen3"
+    family: str  # Family.name: "llama", "gemma2" ...
     architecture: str  # config.json architectures[0]
     hidden_size: int
     vocab_size: int
@@ -89,6 +91,8 @@ class ModelSpec:
     embedding_scale: float = 1.0  # multiplies the embedding's rows, not the head
     residual_scale: float = 1.0  # multiplies what attention and the FFN add to the hidden state
     logits_scale: float = 1.0  # divides the logits
+    logits_softcap: float | None = None  # then they become softcap * tanh(logit / softcap)
+    learned_positions: int = 0  # rows of a table that is added to the embedding, by position
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     warnings: tuple[str, ...] = field(default=(), compare=False)

@@ -41,6 +41,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Canonical name -> shape of every tensor the model needs."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden), **_norm(spec, "model.norm")}
+    if spec.learned_positions:
+        shapes["model.embed_positions.weight"] = (spec.learned_positions, hidden)
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (vocab, hidden)
     for layer in spec.layers:
@@ -68,7 +70,7 @@ def layer_tensors(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
         ("self_attn.k_proj", kv, hidden, a.qkv_bias),
         ("self_attn.v_proj", kv, hidden, a.qkv_bias),
         ("self_attn.o_proj", hidden, q, a.o_bias),
-        ("mlp.gate_proj", inter, hidden, f.bias),
+        *([("mlp.gate_proj", inter, hidden, f.bias)] if f.gated else []),
         ("mlp.up_proj", inter, hidden, f.bias),
         ("mlp.down_proj", hidden, inter, f.bias),
     ):

@@ -68,7 +68,7 @@ class LayerWeights:
 
     qkv: int
     o: int
-    gate_up: int
+    gate_up: int  # up alone where the FFN has no gate
     down: int
     attn_norm: int = NONE
     attn_norm_bias: int = NONE
@@ -94,6 +94,7 @@ class ModelWeights:
     lm_head: int  # the same id as embed where they are tied
     final_norm: int
     final_norm_bias: int
+    positions: int  # of learned positions
     layers: list[LayerWeights]
     quantization: Quantization
     tensors: dict[int, TensorDesc] = field(default_factory=dict)  # all of them, in the order they were made
@@ -278,11 +279,13 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
         ("self_attn.v_proj", layout.v // PANEL, 1),
     ]
     o, down = [("self_attn.o_proj", 0, 1)], [("mlp.down_proj", 0, 1)]
-    gate_up = [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)]
+    sides = 2 if f.gated else 1
+    gate_up = [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)] if f.gated else [("mlp.up_proj", 0, 1)]
+    first_rows = 2 * inter if f.gated else f.intermediate_size
     w = LayerWeights(
         qkv=matrix(layout.width, qkv, "qkv"),
         o=matrix(hidden, o, "o"),
-        gate_up=matrix(2 * inter, gate_up, "gate_up"),
+        gate_up=matrix(first_rows, gate_up, "gate_up"),
         down=matrix(hidden, down, "down"),
     )
     if layer.norm_before:
@@ -301,7 +304,7 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
     if a.qk_norm:
         w.q_norm, w.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
     if f.bias:
-        w.gate_up_bias, w.down_bias = bias(gate_up, 2 * inter), bias(down, hidden)
+        w.gate_up_bias, w.down_bias = bias(gate_up, sides * inter), bias(down, hidden)
     return w
 
 
@@ -313,7 +316,7 @@ def pack_table(packer: Packer, name: str, fmt: PackedFormat, importance: npt.NDA
 
 
 def pack_rows(packer: Packer, name: str) -> int:
-    """An untied embedding stays row-major: bfloat16 as stored, everything else float32."""
+    """An untied embedding, or a table of positions, stays row-major: bfloat16 as stored, everything else float32."""
     info = packer.source.tensors[name]
     fmt = Format.ROWS_BF16 if info.dtype == "BF16" else Format.ROWS_F32
     tensor = packer.create(PackedFormat(fmt), *info.shape)
@@ -342,7 +345,7 @@ def load_weights(
     source = CanonicalTensors(checkpoint, spec)
     packer = Packer(backend, source, strict=strict)
     total = spec.num_layers + 1
-    weights = ModelWeights(NONE, NONE, NONE, NONE, [], quantization, packer.made, warnings=packer.warnings)
+    weights = ModelWeights(NONE, NONE, NONE, NONE, NONE, [], quantization, packer.made, warnings=packer.warnings)
     for layer in spec.layers:
         if progress is not None:
             progress(layer.index, total, "loading")
@@ -354,7 +357,7 @@ def load_weights(
         weights.layers.append(w)
         a, f, h = layer.attention, layer.ffn, spec.hidden_size
         weights.layer_matrix_weights += (
-            2 * (a.num_heads + a.num_kv_heads) * a.head_dim * h + 3 * f.intermediate_size * h
+            2 * (a.num_heads + a.num_kv_heads) * a.head_dim * h + (3 if f.gated else 2) * f.intermediate_size * h
         )
         del raw
     if progress is not None:
@@ -363,6 +366,8 @@ def load_weights(
     weights.final_norm = packer.norm("model.norm.weight", source.read("model.norm.weight"), spec.logits_scale)
     if spec.norm.bias:
         weights.final_norm_bias = packer.row("model.norm.bias", source.read("model.norm.bias"), spec.logits_scale)
+    if spec.learned_positions:
+        weights.positions = pack_rows(packer, "model.embed_positions.weight")
     importance_of_head = observe.head_importance() if observe is not None else None
     if spec.tie_word_embeddings:
         name = "model.embed_tokens.weight"

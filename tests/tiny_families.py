@@ -61,4 +61,33 @@ def decoder(config: Config, rng: np.random.Generator) -> Tensors:
     return tensors
 
 
-MAKERS = dict.fromkeys(NORMS, decoder)
+def gpt2(config: Config, rng: np.random.Generator) -> Tensors:
+    """`transformer.h.<n>.`: Conv1D matrices [in, out], a bias everywhere, LayerNorms with weight and bias."""
+    hidden, tensors = config["n_embd"], {}
+    inter = config.get("n_inner") or 4 * hidden
+
+    def conv(name: str, cols: int, rows: int) -> None:
+        tensors[name + ".weight"] = (rng.standard_normal((cols, rows)) / np.sqrt(cols)).astype(np.float32)
+        tensors[name + ".bias"] = rng.standard_normal(rows).astype(np.float32)
+
+    def norm(name: str) -> None:
+        tensors[name + ".weight"] = rng.uniform(0.5, 1.5, hidden).astype(np.float32)
+        tensors[name + ".bias"] = rng.standard_normal(hidden).astype(np.float32)
+
+    tensors["transformer.wte.weight"] = rng.standard_normal((config["vocab_size"], hidden)).astype(np.float32)
+    tensors["transformer.wpe.weight"] = rng.standard_normal((config["n_positions"], hidden)).astype(np.float32)
+    for layer in range(config["n_layer"]):
+        p = f"transformer.h.{layer}."
+        norm(p + "ln_1")
+        norm(p + "ln_2")
+        conv(p + "attn.c_attn", hidden, 3 * hidden)
+        conv(p + "attn.c_proj", hidden, hidden)
+        conv(p + "mlp.c_fc", hidden, inter)
+        conv(p + "mlp.c_proj", inter, hidden)
+    norm("transformer.ln_f")
+    if not config.get("tie_word_embeddings", True):
+        tensors["lm_head.weight"] = (rng.standard_normal((config["vocab_size"], hidden)) / np.sqrt(hidden)).astype("f4")
+    return tensors
+
+
+MAKERS = {**dict.fromkeys(NORMS, decoder), "gpt2": gpt2}

@@ -39,6 +39,7 @@ constexpr Field kOpFields[] = {PE_FIELD(kind),
                                PE_FIELD(activation),
                                PE_FIELD(norm_kind),
                                {"eps", offsetof(pe_op, eps), true},
+                               {"softcap", offsetof(pe_op, softcap), true},
                                {"scale", offsetof(pe_op, scale), true}};
 #undef PE_FIELD
 
@@ -326,16 +327,21 @@ void bind_program(py::module_& m) {
 #define PE_KIND(name) .value(#name, PE_OP_##name)
   py::enum_<pe_op_kind>(m, "OpKind", py::arithmetic()) PE_KIND(EMBED) PE_KIND(LOAD_HIDDEN) PE_KIND(NORM)
       PE_KIND(QUANTIZE) PE_KIND(LINEAR) PE_KIND(QK_NORM) PE_KIND(ROPE) PE_KIND(KV_APPEND) PE_KIND(ATTENTION)
-          PE_KIND(ADD) PE_KIND(ACT_MUL) PE_KIND(MASK_COLUMNS) PE_KIND(TAP) PE_KIND(DEQUANTIZE) PE_KIND(NORM_QUANTIZE)
-              PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL) PE_KIND(NORM_RESIDUAL)
-                  PE_KIND(GATED_FFN_RESIDUAL) PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
+          PE_KIND(ADD) PE_KIND(ACT_MUL) PE_KIND(ACT) PE_KIND(MASK_COLUMNS) PE_KIND(TAP) PE_KIND(DEQUANTIZE)
+              PE_KIND(NORM_QUANTIZE) PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL)
+                  PE_KIND(NORM_RESIDUAL) PE_KIND(GATED_FFN) PE_KIND(GATED_FFN_RESIDUAL) PE_KIND(FFN)
+                      PE_KIND(FFN_RESIDUAL) PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
 #undef PE_KIND
 #define PE_STAGE(name) .value(#name, PE_STAGE_##name)
   py::enum_<pe_stage>(m, "Stage", py::arithmetic()) PE_STAGE(EMBED) PE_STAGE(NORM) PE_STAGE(ATTENTION) PE_STAGE(ROUTER)
       PE_STAGE(FFN) PE_STAGE(LM_HEAD) PE_STAGE(SAMPLE);
 #undef PE_STAGE
   py::enum_<pe_norm>(m, "Norm", py::arithmetic()).value("RMS_NORM", PE_RMS_NORM).value("LAYER_NORM", PE_LAYER_NORM);
-  py::enum_<pe_activation>(m, "Activation", py::arithmetic()).value("SILU", PE_SILU).value("GELU_TANH", PE_GELU_TANH);
+  py::enum_<pe_activation>(m, "Activation", py::arithmetic())
+      .value("SILU", PE_SILU)
+      .value("GELU_TANH", PE_GELU_TANH)
+      .value("GELU", PE_GELU)
+      .value("RELU", PE_RELU);
 }
 
 }  // namespace pe_py

@@ -74,6 +74,7 @@ struct AttentionArgs {
   int32_t k_dim, v_dim, v_stride;  // v_stride: v_dim rounded up to 16
   int32_t dtype;                   // pe_kv_dtype
   float scale;
+  float softcap;     // 0: none
   int8_t* q_digits;  // scratch of attention_q for PE_KV_INT8: [rows][q_digit_stride]
   int64_t q_digit_stride;
   int32_t partition;               // keys partition * 256 ... + 255
@@ -111,6 +112,8 @@ struct KernelTable {
   void (*add)(const float* x, float* y, int64_t n, float factor);  // y += factor * x
   // y[16 j + i] = act(x[32 j + i]) * x[32 j + 16 + i]
   void (*act_mul)(const float* x, float* y, int64_t n, int32_t activation);
+  void (*act)(const float* x, float* y, int64_t n, int32_t activation);  // n is a multiple of 16
+  void (*softcap)(float* x, int64_t n, float cap);                       // x = cap * tanh(x / cap); so is n here
   // one head of `dim` columns, the first `rotary` rotated half-split by cos[rotary / 2] and sin[rotary / 2]
   void (*rope)(float* x, int64_t rotary, const float* cos, const float* sin);
   void (*store_k)(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype);

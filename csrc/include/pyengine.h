@@ -179,7 +179,7 @@ typedef enum pe_stage {
 
 typedef enum pe_op_kind {
   /* plain ops; [T, ...] are buffers, T = tokens of the batch */
-  PE_OP_EMBED = 0,    /* output = scale * weight[token_ids] */
+  PE_OP_EMBED = 0,    /* output = scale * weight[token_ids] (+ weight2[positions]) */
   PE_OP_LOAD_HIDDEN,  /* output = batch.hidden */
   PE_OP_NORM,         /* output = norm(input) * norm (+ norm_bias), of norm_kind */
   PE_OP_QUANTIZE,     /* output(int8) = quantize(input) */
@@ -188,9 +188,11 @@ typedef enum pe_op_kind {
                          wide) all of q and all of k; in = [q | k | v] */
   PE_OP_ROPE,         /* output = input with q and k heads rotated; in = [q | k | v] */
   PE_OP_KV_APPEND,    /* cache = k, v of input [q | k | v] */
-  PE_OP_ATTENTION,    /* output = softmax(q . K * scale) . V; q = first heads * head_dim columns of input */
+  PE_OP_ATTENTION,    /* output = softmax(cap(q . K * scale)) . V; q = first heads * head_dim columns of input;
+                         cap(s) = softcap * tanh(s / softcap) where softcap is not 0 */
   PE_OP_ADD,          /* output += scale * input */
   PE_OP_ACT_MUL,      /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
+  PE_OP_ACT,          /* output = activation(input) */
   PE_OP_MASK_COLUMNS, /* output = norm[column] != 0 ? output : 0 */
   PE_OP_TAP,          /* batch.taps[head_dim] = input */
   PE_OP_DEQUANTIZE,   /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
@@ -200,9 +202,12 @@ typedef enum pe_op_kind {
   PE_OP_ATTENTION_QUANTIZE, /* ATTENTION, QUANTIZE */
   PE_OP_LINEAR_RESIDUAL,    /* LINEAR, ADD */
   PE_OP_NORM_RESIDUAL,      /* NORM, ADD */
-  PE_OP_GATED_FFN_RESIDUAL, /* LINEAR(weight), ACT_MUL, QUANTIZE, LINEAR(weight2), ADD */
+  PE_OP_GATED_FFN,          /* LINEAR(weight), ACT_MUL, QUANTIZE, LINEAR(weight2) */
+  PE_OP_GATED_FFN_RESIDUAL, /* GATED_FFN, ADD */
+  PE_OP_FFN,                /* LINEAR(weight), ACT, QUANTIZE, LINEAR(weight2) */
+  PE_OP_FFN_RESIDUAL,       /* FFN, ADD */
   /* ends of a program */
-  PE_OP_LM_HEAD, /* logits[r] = NORM(input[logits_rows[r]]) . weight^T */
+  PE_OP_LM_HEAD, /* logits[r] = cap(NORM(input[logits_rows[r]]) . weight^T), as in ATTENTION */
   PE_OP_SAMPLE,  /* sampled[r] from logits[r] */
   PE_OP_COUNT
 } pe_op_kind;
@@ -210,7 +215,12 @@ typedef enum pe_op_kind {
 /* x / sqrt(mean(x^2) + eps), or of x - mean(x) */
 typedef enum pe_norm { PE_RMS_NORM = 0, PE_LAYER_NORM = 1 } pe_norm;
 
-typedef enum pe_activation { PE_SILU = 0, PE_GELU_TANH = 1 } pe_activation;
+typedef enum pe_activation {
+  PE_SILU = 0,
+  PE_GELU_TANH = 1,
+  PE_GELU = 2, /* with erf */
+  PE_RELU = 3
+} pe_activation;
 
 /* Ids that an op does not use are -1. Buffers: input, output, scratch. Tensors: weight, weight2, bias, bias2, norm,
  * norm2, norm_bias. */
@@ -222,7 +232,8 @@ typedef struct pe_op {
   int32_t rope, kv_group, kv_layer;
   int32_t heads, kv_heads, head_dim, window; /* window 0 = all keys */
   int32_t activation, norm_kind;
-  float eps, scale; /* scale: of embed, add and the ops that end in an add, 0 counts as 1 */
+  float eps, softcap;
+  float scale; /* scale: of embed, add and the ops that end in an add, 0 counts as 1 */
 } pe_op;
 
 typedef struct pe_buffer_desc {

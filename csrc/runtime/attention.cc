@@ -66,6 +66,7 @@ AttentionArgs Program::tile_rows(const Op& op, const TokenTile& tile, int64_t kv
   a.v_stride = op.kv->v_stride();
   a.dtype = op.kv->desc().dtype;
   a.scale = op.d.scale;
+  a.softcap = op.d.softcap;
   a.scores = reinterpret_cast<float*>(scratch + scores_offset_);
   a.q_digits = reinterpret_cast<int8_t*>(scratch + digits_offset_);
   a.q_digit_stride = static_cast<int64_t>(q_digit_bytes(op.d.head_dim));

@@ -141,6 +141,7 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_ADD: return each_token(4, &Program::add, op, thread);
     case PE_OP_NORM_RESIDUAL: return each_token(4, &Program::norm_residual, op, thread);
     case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
+    case PE_OP_ACT: return each_token(1, &Program::act, op, thread);
     case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
     case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
     case PE_OP_DEQUANTIZE: return dequantize(op, thread);
@@ -152,7 +153,10 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_QKV_ROPE_APPEND: return qkv_rope_append(op, thread);
     case PE_OP_ATTENTION:
     case PE_OP_ATTENTION_QUANTIZE: return attention(op, thread);
-    case PE_OP_GATED_FFN_RESIDUAL: return gated_ffn(op, thread);
+    case PE_OP_GATED_FFN:
+    case PE_OP_GATED_FFN_RESIDUAL:
+    case PE_OP_FFN:
+    case PE_OP_FFN_RESIDUAL: return ffn(op, thread);
     case PE_OP_LM_HEAD: return lm_head(op, thread);
     case PE_OP_SAMPLE: return sample(op, thread);
     default: return;  // creation refused it
@@ -161,10 +165,14 @@ void Program::dispatch(const Op& op, int thread) {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-void Program::embed(const Op& op, int64_t t, int) {
+void Program::embed(const Op& op, int64_t t, int thread) {
   float* row = op.output->row(t);
   k_.gather_row(op.weight, batch_->token_ids[t], row);
   scale_row(row, op.output->width, op.d.scale);
+  if (!op.weight2) return;
+  float* place = reinterpret_cast<float*>(thread_scratch(thread));
+  k_.gather_row(op.weight2, batch_->positions[t], place);
+  k_.add(place, row, op.output->width, 1.0f);
 }
 
 void Program::load_hidden(const Op& op, int64_t t, int) {
@@ -203,6 +211,11 @@ void Program::norm_residual(const Op& op, int64_t t, int thread) {
 
 void Program::act_mul(const Op& op, int64_t t, int) {
   k_.act_mul(op.input->row(t), op.output->row(t), op.input->width / 2, op.d.activation);
+}
+
+void Program::act(const Op& op, int64_t t, int) {
+  const auto wide = static_cast<int64_t>(align_up(static_cast<size_t>(op.input->width), kPanel));
+  k_.act(op.input->row(t), op.output->row(t), wide, op.d.activation);
 }
 
 void Program::mask_columns(const Op& op, int64_t t, int) {
@@ -336,29 +349,31 @@ void Program::dequantize(const Op& op, int thread) {
   });
 }
 
-// Gate and up of 64 intermediate columns at a time: their float sums stay in this thread's cache, and leave it as one
-// finished group of int8 (or as floats, for float weights). Then down, after one barrier.
-void Program::gated_ffn(const Op& op, int thread) {
+// The first matrix (gate and up, or up alone) for 64 intermediate columns at a time: the float sums stay in this
+// thread's cache, and leave it as one finished group of int8 (or as floats, for float weights). Then down, after one
+// barrier.
+void Program::ffn(const Op& op, int thread) {
   const Buffer &h = *op.scratch, &in = source(op, thread);
   const int64_t units = (h.width + kActGroup - 1) / kActGroup, tokens = batch_->tokens;
-  constexpr int64_t kColumns = 2 * kActGroup;  // gate and up of a unit
+  const bool gated = is_gated_ffn(op.d.kind);
+  const int64_t sides = gated ? 2 : 1, columns = sides * kActGroup;  // of the first matrix, in a unit
   float* sums = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(op.weight->padded_cols));
-  const auto gate_up = [&](int64_t begin, int64_t end) {
+  const auto first_matrix = [&](int64_t begin, int64_t end) {
     for (int64_t u = begin; u < end; ++u) {
-      const int64_t first = u * kColumns / kPanel, last = std::min(first + kColumns / kPanel, op.weight->panels);
-      linear_range(*op.weight, in, op.bias, first, last, sums, kColumns, 0.0f, tokens, thread);
-      const int64_t column = u * kActGroup, wide = (last - first) / 2 * kPanel;
+      const int64_t first = u * columns / kPanel, last = std::min(first + columns / kPanel, op.weight->panels);
+      linear_range(*op.weight, in, op.bias, first, last, sums, columns, 0.0f, tokens, thread);
+      const int64_t column = u * kActGroup, wide = (last - first) / sides * kPanel;
       for (int64_t t = 0; t < tokens; ++t) {
         float values[kActGroup];
         float* out = h.quantized ? values : h.row(t) + column;
-        k_.act_mul(sums + t * kColumns, out, wide, op.d.activation);
+        (gated ? k_.act_mul : k_.act)(sums + t * columns, out, wide, op.d.activation);
         if (h.quantized) k_.quantize(values - column, column, std::min(column + kActGroup, h.width), &h.quant, t);
       }
     }
   };
-  share(units, 1, thread, gate_up, tokens <= kGemvTokens);
+  share(units, 1, thread, first_matrix, tokens <= kGemvTokens);
   inner_barrier(thread, op.weight2);
-  linear(op, *op.weight2, h, op.bias2, *op.output, op.d.scale, thread);
+  linear(op, *op.weight2, h, op.bias2, *op.output, ends_in_add(op.d.kind) ? op.d.scale : 0.0f, thread);
 }
 
 void Program::lm_head(const Op& op, int thread) {
@@ -381,18 +396,25 @@ void Program::lm_head(const Op& op, int thread) {
     if (!finite)
       fail_later(PE_COMPUTE, "NaN or Inf in the logits at position %d", batch_->positions[batch_->logits_rows[r]]);
   };
+  const auto cap = [&](float* x, int64_t n) {
+    if (op.d.softcap > 0.0f) k_.softcap(x, n, op.d.softcap);
+  };
   const auto panels = [&](int64_t begin, int64_t end) {
     const int64_t inside = std::min(end, whole);
     if (begin < inside) {
       float* out = logits_out_ + begin * kPanel;
       linear_range(w, *in, op.bias, begin, inside, out, logits_stride_, 0.0f, rows, thread);
-      for (int64_t r = 0; r < rows; ++r) check(out + r * logits_stride_, (inside - begin) * kPanel, r);
+      for (int64_t r = 0; r < rows; ++r) {
+        cap(out + r * logits_stride_, (inside - begin) * kPanel);
+        check(out + r * logits_stride_, (inside - begin) * kPanel, r);
+      }
     }
     if (end > whole) {  // the last panel is wider than what is left of a row
       float* last = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(w.padded_cols));
       linear_range(w, *in, op.bias, whole, whole + 1, last, kPanel, 0.0f, rows, thread);
       const int64_t n = w.rows - whole * kPanel;
       for (int64_t r = 0; r < rows; ++r) {
+        cap(last + r * kPanel, kPanel);
         std::memcpy(logits_out_ + r * logits_stride_ + whole * kPanel, last + r * kPanel, static_cast<size_t>(n) * 4);
         check(last + r * kPanel, n, r);
       }

@@ -135,7 +135,7 @@ void Program::plan_small_batches() {
     Op& reader = ops_[i + 1];
     // nobody may change the norm's input while a slow thread still reads it; the FFN does so after its own barrier
     const bool safe =
-        reader.d.kind == PE_OP_GATED_FFN_RESIDUAL ||
+        is_ffn(reader.d.kind) ||
         ((reader.d.kind == PE_OP_LINEAR || reader.d.kind == PE_OP_QKV_ROPE_APPEND) && reader.output != op.input);
     bool alone = reader.input == op.output;
     for (size_t j = i + 2; alone && j < ops_.size() && ops_[j].output != op.output; ++j)

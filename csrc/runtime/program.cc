@@ -28,6 +28,7 @@ const char* const kOpNames[] = {"embed",
                                 "attention",
                                 "add",
                                 "act_mul",
+                                "act",
                                 "mask_columns",
                                 "tap",
                                 "dequantize",
@@ -36,7 +37,10 @@ const char* const kOpNames[] = {"embed",
                                 "attention_quantize",
                                 "linear_residual",
                                 "norm_residual",
+                                "gated_ffn",
                                 "gated_ffn_residual",
+                                "ffn",
+                                "ffn_residual",
                                 "lm_head",
                                 "sample"};
 static_assert(sizeof kOpNames / sizeof *kOpNames == PE_OP_COUNT);
@@ -90,9 +94,7 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
 
 void Program::resolve(const pe_op& d, Op& op) {
   op.d = d;
-  const bool scaled = d.kind == PE_OP_EMBED || d.kind == PE_OP_ADD || d.kind == PE_OP_LINEAR_RESIDUAL ||
-                      d.kind == PE_OP_NORM_RESIDUAL || d.kind == PE_OP_GATED_FFN_RESIDUAL;
-  if (scaled && d.scale == 0.0f) op.d.scale = 1.0f;
+  if ((d.kind == PE_OP_EMBED || ends_in_add(d.kind)) && d.scale == 0.0f) op.d.scale = 1.0f;
   const auto buffer = [&](int32_t id) -> Buffer* {
     if (id < 0) return nullptr;
     if (static_cast<size_t>(id) >= buffers_.size()) bad(d, "a buffer id does not exist");
@@ -181,10 +183,12 @@ void Program::check(Op& op) {
          "only a layer norm has a bias, as wide as its input");
   };
   need(d, std::isfinite(d.scale), "the scale is not finite");
+  need(d, d.softcap >= 0.0f && std::isfinite(d.softcap), "the softcap is not 0 or above, finite");
   switch (d.kind) {
     case PE_OP_EMBED:
       need(d, op.weight && op.output && !op.output->quantized && op.output->width == op.weight->cols,
            "needs a table and a float32 output of its width");
+      need(d, !op.weight2 || op.weight2->cols == op.weight->cols, "the table of positions has another width");
       break;
     case PE_OP_LOAD_HIDDEN: need(d, op.output && !op.output->quantized, "needs a float32 output"); break;
     case PE_OP_NORM:
@@ -251,6 +255,7 @@ void Program::check(Op& op) {
                op.input->width == 2 * static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)),
            "the input is not gate and up of the output, interleaved");
       break;
+    case PE_OP_ACT: need(d, two_floats && op.input->width == op.output->width, "shapes differ"); break;
     case PE_OP_MASK_COLUMNS:
       need(d, op.output && !op.output->quantized && op.norm && tensor_cols(d.norm) == op.output->width,
            "the mask's width differs");
@@ -267,15 +272,18 @@ void Program::check(Op& op) {
                backend_.tensor(d.weight2).writable(),
            "the second weight is not float32 of the same size that can be written");
       break;
+    case PE_OP_GATED_FFN:
     case PE_OP_GATED_FFN_RESIDUAL:
-      check_linear(op, op.weight, op.input, "needs gate and up");
+    case PE_OP_FFN:
+    case PE_OP_FFN_RESIDUAL:
+      check_linear(op, op.weight, op.input, "needs the first matrix");
       check_linear(op, op.weight2, op.scratch, "needs down and the buffer of the activation");
       need(d,
            op.output && !op.output->quantized &&
                static_cast<int64_t>(align_up(static_cast<size_t>(op.output->width), kPanel)) == rows16(op.weight2),
            "the output's width differs from down's rows");
-      need(d, op.weight->panels == 2 * ((op.scratch->width + kPanel - 1) / kPanel),
-           "gate and up do not fit the activation");
+      need(d, op.weight->panels == (is_gated_ffn(d.kind) ? 2 : 1) * ((op.scratch->width + kPanel - 1) / kPanel),
+           "the first matrix does not fit the activation");
       check_bias(d.bias, op.weight);
       check_bias(d.bias2, op.weight2);
       break;
@@ -297,8 +305,8 @@ void Program::check(Op& op) {
       break;
     default: bad(d, "not in this backend");
   }
-  if (d.kind == PE_OP_ACT_MUL || d.kind == PE_OP_GATED_FFN_RESIDUAL)
-    need(d, d.activation == PE_SILU || d.activation == PE_GELU_TANH, "the activation is unknown");
+  if (d.kind == PE_OP_ACT_MUL || d.kind == PE_OP_ACT || is_ffn(d.kind))
+    need(d, d.activation >= PE_SILU && d.activation <= PE_RELU, "the activation is unknown");
 }
 
 void Program::check_sampling(const pe_sampling& p) const {
@@ -336,6 +344,8 @@ void Program::check_batch(const pe_batch& b) const {
     if (last / kKvBlock >= b.block_table_width && b.block_tables)
       fail(PE_REQUEST, "position %d is past the block table", last);
     for (const Op& op : ops_) {
+      if (op.d.kind == PE_OP_EMBED && op.weight2 && last >= op.weight2->rows)
+        fail(PE_REQUEST, "position %d is past the table of %lld", last, static_cast<long long>(op.weight2->rows));
       if (op.rope && last >= op.rope->positions)
         fail(PE_REQUEST, "position %d is past the rope table of %lld", last,
              static_cast<long long>(op.rope->positions));

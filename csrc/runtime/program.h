@@ -22,6 +22,13 @@ struct Buffer {
   float* row(int64_t t) const { return f + t * stride; }
 };
 
+constexpr bool is_gated_ffn(int32_t kind) { return kind == PE_OP_GATED_FFN || kind == PE_OP_GATED_FFN_RESIDUAL; }
+constexpr bool is_ffn(int32_t kind) { return is_gated_ffn(kind) || kind == PE_OP_FFN || kind == PE_OP_FFN_RESIDUAL; }
+constexpr bool ends_in_add(int32_t kind) {
+  return kind == PE_OP_ADD || kind == PE_OP_LINEAR_RESIDUAL || kind == PE_OP_NORM_RESIDUAL ||
+         kind == PE_OP_GATED_FFN_RESIDUAL || kind == PE_OP_FFN_RESIDUAL;
+}
+
 // An op with its ids looked up.
 struct Op {
   pe_op d{};
@@ -102,6 +109,7 @@ class Program {
   void add(const Op& op, int64_t token, int thread);
   void norm_residual(const Op& op, int64_t token, int thread);
   void act_mul(const Op& op, int64_t token, int thread);
+  void act(const Op& op, int64_t token, int thread);
   void mask_columns(const Op& op, int64_t token, int thread);
   void tap(const Op& op, int64_t token, int thread);
   void qk_norm(const Op& op, int64_t token, int thread);
@@ -114,7 +122,7 @@ class Program {
   int64_t head_column(const Op& op, int64_t head) const;
   void qkv_rope_append(const Op& op, int thread);
   void dequantize(const Op& op, int thread);
-  void gated_ffn(const Op& op, int thread);
+  void ffn(const Op& op, int thread);
   void lm_head(const Op& op, int thread);
   void sample(const Op& op, int thread);
   void fail_later(pe_status status, const char* format, ...) __attribute__((format(printf, 3, 4)));

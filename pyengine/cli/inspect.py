@@ -83,6 +83,8 @@ def layer_lines(spec: ModelSpec) -> list[str]:
                 ("o bias", attention.o_bias),
                 (f"q/k norm ({attention.qk_norm})", attention.qk_norm),
                 (f"window {attention.window}", attention.window is not None),
+                (f"softcap {attention.softcap}", attention.softcap is not None),
+                ("FFN of two matrices", not ffn.gated),
                 ("FFN bias", ffn.bias),
                 ("no norm before branches", not layer.norm_before),
                 ("norm after branches", layer.norm_after),

@@ -138,6 +138,11 @@ struct Shape {
   int32_t heads, kv_heads, dim, rotary, window;
   bool bf16_cache;
   int32_t activation;
+  bool gated = true;
+  int32_t norm_kind = PE_RMS_NORM;
+  bool norm_after = false;   // of both branches
+  bool whole_norms = false;  // q and k are normalized over all heads
+  float softcap = 0.0f;
 };
 
 constexpr Shape kShapes[] = {
@@ -145,6 +150,10 @@ constexpr Shape kShapes[] = {
     {"window", 3, 1, 32, 32, 40, false, PE_GELU_TANH},
     {"odd heads", 7, 1, 20, 12, 0, true, PE_GELU_TANH},
     {"wide heads", 2, 2, 72, 68, 100, false, PE_SILU},
+    {"norms after, softcaps", 4, 2, 16, 16, 40, true, PE_GELU_TANH, true, PE_RMS_NORM, true, false, 1.5f},
+    {"q and k whole", 3, 1, 32, 32, 0, false, PE_RELU, true, PE_RMS_NORM, true, true},
+    {"layer norms, plain FFN", 2, 2, 16, 16, 0, true, PE_GELU, false, PE_LAYER_NORM},
+    {"plain FFN, norms after", 3, 3, 20, 20, 0, false, PE_RELU, false, PE_LAYER_NORM, true, true, 2.0f},
 };
 constexpr int64_t kHidden = 104, kInter = 76, kVocab = 91;
 constexpr int32_t kMaxTokens = 300, kBlocks = 12;
@@ -162,8 +171,10 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
   c.pack(qkv, random.normal(s.kv_heads * s.dim * kHidden), s.kv_heads * s.dim, v_column / 16);
   const int32_t bias = c.vector(random.normal(joined), static_cast<size_t>(up16(joined)));
   const int32_t o = c.matrix(f, kHidden, width, random);
-  const int32_t gate_up = c.tensor(f.format, 2 * up16(kInter), kHidden, f.group);
-  for (int64_t side = 0; side < 2; ++side) c.pack(gate_up, random.normal(kInter * kHidden), kInter, side, 2);
+  const int64_t sides = s.gated ? 2 : 1;
+  const int32_t gate_up = c.tensor(f.format, s.gated ? 2 * up16(kInter) : kInter, kHidden, f.group);
+  for (int64_t side = 0; side < sides; ++side) c.pack(gate_up, random.normal(kInter * kHidden), kInter, side, sides);
+  const int32_t norm_bias = s.norm_kind == PE_LAYER_NORM ? norm(kHidden) : -1;
   const int32_t down = c.matrix(f, kHidden, kInter, random), head = c.matrix(f, kVocab, kHidden, random);
   out.add("gate and up packed", c.bytes(gate_up));
 
@@ -182,9 +193,11 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
 
   enum : int32_t { kX, kNorm, kNormQ, kJoined, kAttended, kAttendedQ, kBranch, kGateUp, kAct, kActQ };
   const std::vector<pe_buffer_desc> buffers{
-      make_buffer(kHidden), make_buffer(kHidden),     make_buffer(kHidden, true), make_buffer(joined),
-      make_buffer(width),   make_buffer(width, true), make_buffer(kHidden),       make_buffer(2 * up16(kInter)),
-      make_buffer(kInter),  make_buffer(kInter, true)};
+      make_buffer(kHidden),       make_buffer(kHidden),
+      make_buffer(kHidden, true), make_buffer(joined),
+      make_buffer(width),         make_buffer(width, true),
+      make_buffer(kHidden),       make_buffer(s.gated ? 2 * up16(kInter) : kInter),
+      make_buffer(kInter),        make_buffer(kInter, true)};
   std::vector<pe_op> ops;
   const auto emit = [&](int32_t kind, int32_t input, int32_t output) -> pe_op& {
     pe_op op = make_op(kind, input, output);
@@ -194,6 +207,8 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
     op.window = s.window;
     op.scale = 0.25f;
     op.activation = s.activation;
+    op.norm_kind = s.norm_kind;
+    op.softcap = s.softcap;
     op.rope = rope;
     op.kv_group = *kv_group;
     op.kv_layer = 0;
@@ -205,25 +220,37 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
     if (q) emit(PE_OP_QUANTIZE, input, output);
     return q ? output : input;
   };
+  const auto emit_norm = [&](int32_t kind, int32_t input, int32_t output, int32_t weight) {
+    pe_op& op = emit(kind, input, output);
+    op.norm = weight;
+    op.norm_bias = norm_bias;
+  };
   const auto normed = [&](int32_t weight) {
     if (fused && q) {
-      emit(PE_OP_NORM_QUANTIZE, kX, kNormQ).norm = weight;
+      emit_norm(PE_OP_NORM_QUANTIZE, kX, kNormQ, weight);
       return static_cast<int32_t>(kNormQ);
     }
-    emit(PE_OP_NORM, kX, kNorm).norm = weight;
+    emit_norm(PE_OP_NORM, kX, kNorm, weight);
     return quantize(kNorm, kNormQ);
   };
-  const auto residual = [&](int32_t input, int32_t weight) {
-    if (fused) {
+  const auto add_branch = [&](int32_t weight) {  // of its norm, where one stands after it
+    if (s.norm_after && fused) return emit_norm(PE_OP_NORM_RESIDUAL, kBranch, kX, weight);
+    if (s.norm_after) emit_norm(PE_OP_NORM, kBranch, kBranch, weight);
+    emit(PE_OP_ADD, kBranch, kX);
+  };
+  const auto residual = [&](int32_t input, int32_t weight, int32_t norm_weight) {
+    if (fused && !s.norm_after) {
       emit(PE_OP_LINEAR_RESIDUAL, input, kX).weight = weight;
       return;
     }
     emit(PE_OP_LINEAR, input, kBranch).weight = weight;
-    emit(PE_OP_ADD, kBranch, kX);
+    add_branch(norm_weight);
   };
 
   emit(PE_OP_EMBED, -1, kX).weight = head;
-  const int32_t q_norm = norm(s.dim), k_norm = norm(s.dim), in = normed(norm(kHidden));
+  const int32_t q_norm = norm(s.whole_norms ? width : s.dim);
+  const int32_t k_norm = norm(s.whole_norms ? s.kv_heads * s.dim : s.dim), in = normed(norm(kHidden));
+  const int32_t attention_norm = norm(kHidden), ffn_norm = norm(kHidden);  // after the branches
   if (fused && s.dim % 16 == 0) {
     pe_op& op = emit(PE_OP_QKV_ROPE_APPEND, in, kJoined);
     op.weight = qkv;
@@ -248,26 +275,30 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
     emit(PE_OP_ATTENTION, kJoined, kAttended);
     attended = quantize(kAttended, kAttendedQ);
   }
-  residual(attended, o);
+  residual(attended, o, attention_norm);
   const int32_t ffn_in = normed(norm(kHidden));
   std::vector<float> mask(kHidden, 1.0f);
   mask[5] = mask[kHidden - 1] = 0.0f;
   const int32_t mask_tensor = c.vector(mask);
   if (fused) {
-    pe_op& op = emit(PE_OP_GATED_FFN_RESIDUAL, ffn_in, kX);
+    const int32_t alone = s.gated ? PE_OP_GATED_FFN : PE_OP_FFN;
+    const int32_t added = s.gated ? PE_OP_GATED_FFN_RESIDUAL : PE_OP_FFN_RESIDUAL;
+    pe_op& op = emit(s.norm_after ? alone : added, ffn_in, s.norm_after ? kBranch : kX);
     op.weight = gate_up;
     op.weight2 = down;
     op.scratch = q ? kActQ : kAct;
+    if (s.norm_after) add_branch(ffn_norm);
   } else {
     emit(PE_OP_LINEAR, ffn_in, kGateUp).weight = gate_up;
-    emit(PE_OP_ACT_MUL, kGateUp, kAct);
-    residual(quantize(kAct, kActQ), down);
+    emit(s.gated ? PE_OP_ACT_MUL : PE_OP_ACT, kGateUp, kAct);
+    residual(quantize(kAct, kActQ), down, ffn_norm);
   }
   emit(PE_OP_MASK_COLUMNS, -1, kX).norm = mask_tensor;
   emit(PE_OP_TAP, kX, -1);
   pe_op& last = emit(PE_OP_LM_HEAD, kX, -1);
   last.weight = head;
   last.norm = norm(kHidden);
+  last.norm_bias = norm_bias;
   emit(PE_OP_SAMPLE, -1, -1);
   return c.program(ops, buffers, kMaxTokens);
 }

@@ -57,6 +57,75 @@ TW: Config = {**TL, "architectures": ["MistralForCausalLM"], "model_type": "mist
 
 TO2: Config = {**TL, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 
+TO3: Config = {
+    **TO2,
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    "rope_theta": 500000.0,
+    "num_hidden_layers": 5,
+    "sliding_window": 8,
+}
+TG2: Config = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "attention_bias": False,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+TG3: Config = {
+    **{key: value for key, value in TG2.items() if key not in ("hidden_act", "rope_theta")},
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+}
+GLM4: Config = {
+    **TL,
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "pad_token_id": 0,
+    "rms_norm_eps": 1.5625e-7,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
+TGPT2: Config = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_ctx": 64,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "resid_pdrop": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
 
 def without(config: Config, *keys: str) -> Config:
     return {key: value for key, value in config.items() if key not in keys}
@@ -147,6 +216,29 @@ CONFIGS: dict[str, Config] = {
     "ministral3": MINISTRAL3,
     "olmo2": TO2,
     "olmo2_one_head": {**TO2, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 48},
+    # Windows by pattern, softcaps, 1 + weight, two thetas, partial interleaved RoPE, LayerNorm and a plain FFN
+    "olmo3": TO3,
+    "olmo3_yarn": {
+        **without(TO3, "rope_theta"),
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    },
+    "gemma2": TG2,
+    "gemma2_no_caps": {**TG2, "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5},
+    "gemma3": TG3,
+    "gemma3_v5": {
+        **without(TG3, "rope_theta", "rope_local_base_freq", "sliding_window_pattern"),
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+        "num_hidden_layers": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "glm4": GLM4,
+    "glm4_no_bias": {**GLM4, "attention_bias": False, "tie_word_embeddings": True},
+    "gpt2": TGPT2,
+    "gpt2_relu": {**TGPT2, "activation_function": "relu", "n_inner": 100, "tie_word_embeddings": False},
+    "gpt2_gelu": {**TGPT2, "activation_function": "gelu", "n_inner": 172, "n_embd": 60, "n_head": 3},
     # RoPE types, both spellings
     "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},
     "rope_default_v5": rope_v5({**TL, "rope_theta": 500000.0}, rope_type="default"),
@@ -172,7 +264,7 @@ CONFIGS: dict[str, Config] = {
     "rope_linear_mistral": rope_v5(TW, rope_type="linear", factor=2.0),
 }
 # Cases whose per-layer states are stored too.
-WITH_STATES = ("llama", "mistral_window", "qwen2", "qwen2_window", "qwen3", "olmo2")
+WITH_STATES = ("llama", "mistral_window", "qwen2", "qwen2_window", "qwen3", "olmo2", "gemma2", "gemma3_v5", "gpt2")
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,14 @@ def run_transformers(folder: Path, ids: Sequence[int], *, one_by_one: bool = Fal
     def keep(_module: object, _inputs: object, output: object) -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 
-    for layer in model.model.layers:
+    body = model.model.layers if hasattr(model, "model") else model.transformer.h
+    for layer in body:
         layer.register_forward_hook(keep)
     steps = [[token] for token in ids] if one_by_one else [list(ids)]
     cache, logits = transformers.DynamicCache(config=model.config), []
     with torch.no_grad():
         for step in steps:
             logits.append(model(torch.tensor([step]), cache=cache, use_cache=True).logits[0])
-    layers = len(model.model.layers)
+    layers = len(body)
     by_layer = [torch.cat([s.reshape(-1, s.shape[-1]) for s in states[layer::layers]]) for layer in range(layers)]
     return torch.cat(logits).numpy(), torch.stack(by_layer).numpy()

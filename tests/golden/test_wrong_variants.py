@@ -202,6 +202,71 @@ def k_scaled(model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reference.rope, "cos_sin", cos_sin)
 
 
+for part in (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+    "model.norm",
+):
+    fill(f"{part} weight dropped", f"{part}.weight", 0.0, "gemma2", "gemma3")
+    fill(f"{part} weight dropped", f"{part}.weight", 1.0, "glm4")
+for part in ("input_layernorm", "post_attention_layernorm", "model.norm"):
+    fill(f"{part} bias dropped", f"{part}.bias", 0.0, "gpt2", "gpt2_gelu")
+for part in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"):  # without RoPE k's bias moves all scores alike
+    fill(f"{part} bias dropped", f"{part}.bias", 0.0, "gpt2_relu")
+fill("positions dropped", "embed_positions.weight", 0.0, "gpt2", "gpt2_relu")
+set_attention("attention softcap dropped", "gemma2", softcap=None)
+set_attention("scale of head_dim", "gemma2", "gemma3", scale=32**-0.5)
+set_attention("window ignored", "gemma2", "gemma3", "olmo3", window=None)
+set_attention("window in every layer", "gemma2", "gemma3", "olmo3", window=8)
+set_rope("the whole head rotated", "glm4", "glm4_no_bias", rotary_dim=16)
+set_rope("one theta", "gemma3", theta=1000000.0)
+set_rope("one theta", "gemma3_v5", theta=10000.0)
+set_rope("scaling ignored", "gemma3_v5", "olmo3_yarn", rope_type="default", parameters=())
+
+
+def set_spec(what: str, *cases: str, **fields: Any) -> None:
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        changed = dataclasses.replace(model.spec, **fields)
+        assert changed != model.spec, "the variant changes nothing"
+        model.spec = changed
+
+    variant(what, *cases)(make_wrong)
+
+
+set_spec("final softcap dropped", "gemma2", logits_softcap=None)
+set_spec("embedding not scaled", "gemma2", "gemma3", embedding_scale=1.0)
+set_spec("weight for 1 + weight", "gemma2", "gemma3_v5", norm=NormSpec(1e-6))
+set_spec("RMSNorm for LayerNorm", "gpt2", norm=NormSpec(1e-5, bias=True))
+
+
+def set_activation(what: str, activation: str, *cases: str) -> None:
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        layers = tuple(
+            dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, activation=activation))
+            for layer in model.spec.layers
+        )
+        model.spec = dataclasses.replace(model.spec, layers=layers)
+
+    variant(what, *cases)(make_wrong)
+
+
+set_activation("SiLU for GELU", "silu", "gemma2", "gemma3", "gpt2")
+set_activation("GELU for ReLU", "gelu", "gpt2_relu")
+
+
+@variant("interleaving ignored", "glm4", "glm4_no_bias")
+def half_split_pairs(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    """Rows of q and k in the order on disk, where pairs stand side by side."""
+    for name in [name for name in model.weights if "q_proj" in name or "k_proj" in name]:
+        w = model.weights[name]
+        heads = w.reshape(-1, 16, *w.shape[1:])
+        stored = heads.copy()
+        stored[:, 0:8:2], stored[:, 1:8:2] = heads[:, :4], heads[:, 4:8]
+        model.weights = {**model.weights, name: stored.reshape(w.shape)}
+
+
 @variant("interleaved RoPE", "llama", "mistral_window", "qwen2", "qwen3")
 def interleaved_rope(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
     def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -256,7 +321,7 @@ def silu_on_up(model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
         gate, up = (model.linear(x, prefix + name, spec.bias) for name in ("gate_proj", "up_proj"))
         return gate * reference.silu(up)
 
-    patch.setattr(model, "gated", gated)
+    patch.setattr(model, "activated", gated)
 
 
 @variant("embedding used as the head of an untied model", "llama", "qwen2_untied", "mistral_window", "qwen3_biases")

@@ -193,7 +193,7 @@ ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
         (*key("layer_types", "sliding_attention"), "no sliding_window is in force"),
     ),
     "D28": ("llama", {"hidden_act": "swish7"}, UNSUPPORTED, (*key("hidden_act", "swish7"), "silu")),
-    "D28-gelu": ("llama", {"hidden_act": "gelu"}, UNSUPPORTED, key("hidden_act", "gelu")),
+    "D28-mish": ("llama", {"hidden_act": "mish"}, UNSUPPORTED, key("hidden_act", "mish")),
     "D28-list": ("llama", {"hidden_act": ["silu"]}, BAD, ("key 'hidden_act'",)),
     "D30-flag": ("llama", {"tie_word_embeddings": "no"}, BAD, key("tie_word_embeddings", "no")),
     "D32": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -33,6 +34,22 @@ def test_the_table_of_stages_is_the_modules() -> None:
     found[6].add("reports/")
     found[7].add("cli/")
     assert said == found
+
+
+def test_the_table_of_families_is_the_registry() -> None:
+    spec = importlib.util.spec_from_file_location("families_table", ROOT / "tools" / "families_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tool.replaced(text) == text, "run tools/families_table.py --write"
+    for name, family in tool.FAMILIES.items():
+        assert family.models, f"{name} has no models"
+    rows = tool.table().splitlines()[2:]
+    assert len(rows) == len(tool.FAMILIES)
+    same = [row for row in rows if row.endswith("| - |")]
+    assert len(same) == 1, f"only Llama differs in nothing: {same}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

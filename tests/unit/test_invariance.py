@@ -37,9 +37,11 @@ LENGTH = 70  # over two KV blocks; the long case below crosses a partition of 25
 CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7", "olmo2")
 WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
 FORMS = ("granite", "smollm3_listed", "ministral3_16")  # multipliers, a layer without RoPE, q scaled by position
+DENSE = ("gemma2", "gemma3_v5", "glm4", "gpt2_gelu")  # softcaps, two thetas, four norms, LayerNorm and a plain FFN
 MORE_CASES: dict[str, dict[str, Any]] = {
     "wide_window": {**CONFIGS["qwen2_window"], "hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 1},
     "granite": CONFIGS["granite"],
+    **{name: CONFIGS[name] for name in DENSE},
     "smollm3_listed": CONFIGS["smollm3_listed"],
     "ministral3_16": {**CONFIGS["ministral3"], "head_dim": 16},
     "wide_biases": {**CONFIGS["llama_biases"], "hidden_size": 192, "head_dim": 48, "intermediate_size": 300},
@@ -55,7 +57,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("invariance")
     longer = {"max_position_embeddings": 1024}
     configs = {**{name: CONFIGS[name] for name in CASES}, **MORE_CASES}
-    return {name: build(base / name, {**config, **longer}, seed=11) for name, config in configs.items()}
+    return {
+        name: build(base / name, {**config, **({"n_positions": 1024} if "n_embd" in config else longer)}, seed=11)
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture
@@ -79,7 +84,7 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
     [
         *itertools.product(CASES, FORMATS),
         *zip(itertools.cycle(WIDE), MORE_FORMATS, strict=False),
-        *itertools.product(FORMS, ("f32", "int4_int8_cache")),
+        *itertools.product((*FORMS, *DENSE), ("f32", "int4_int8_cache")),
     ],
 )
 def test_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str, isa: str) -> None:
@@ -174,6 +179,10 @@ def test_fusion_happens_where_it_can(load: Any) -> None:
         *("EMBED", "NORM", "QUANTIZE", "LINEAR", "QK_NORM", "ROPE", "KV_APPEND", "ATTENTION", "ADD", "ACT_MUL"),
         *("LM_HEAD", "SAMPLE"),
     }
+    after = {kinds[op["kind"]] for op in load("gemma2", ISAS[-1], "int8").program.ops}
+    assert {"NORM_QUANTIZE", "GATED_FFN", "NORM_RESIDUAL"} < after
+    assert not after & {"NORM", "QUANTIZE", "ACT_MUL", "ADD"}
+    assert "FFN_RESIDUAL" in {kinds[op["kind"]] for op in load("gpt2_gelu", ISAS[-1], "f32").program.ops}
     for case in FORMS:
         names = [kinds[op["kind"]] for op in load(case, ISAS[-1], "int8").program.ops]
         assert not {"LINEAR", "ADD", "KV_APPEND", "ROPE"} & set(names), case

@@ -94,13 +94,9 @@ def sums_and_act(
     return halves[0], halves[1], shown
 
 
-def gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-
-
 @by_isa
 @by_format
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_every_stage_of_the_gated_ffn(isa: str, options: dict[str, Any], activation: str) -> None:
     """The sums are two linear layers, the activation is float64 but for rounding, the end is a linear layer of it."""
     hidden, inter = 96, 172
@@ -112,13 +108,14 @@ def test_every_stage_of_the_gated_ffn(isa: str, options: dict[str, Any], activat
         assert_same_bits(g, kernels.linear(x, gate, threads=1, isa=isa, **options), "gate")
         assert_same_bits(u, kernels.linear(x, up, threads=1, isa=isa, **options), "up")
         wide = g.astype(np.float64)
-        right, wrong = (f(wide) * u for f in ((reference.silu, gelu_tanh)[:: 1 if activation == "silu" else -1]))
+        right = reference.ACTIVATIONS[activation](wide) * u
+        wrongs = [f(wide) * u for name, f in reference.ACTIVATIONS.items() if name != activation]
         size = (np.abs(wide) + 1) * np.abs(u).astype(np.float64)
         assert_close(act, right, 16 * EPS * size, activation)
-        for other in (wrong, reference.silu(u.astype(np.float64)) * g):
+        for other in (*wrongs, reference.ACTIVATIONS[activation](u.astype(np.float64)) * g):
             with pytest.raises(AssertionError, match="out of bound"):
                 assert_close(act, other, 16 * EPS * size, "the other activation, or of the wrong half")
-        y = kernels.swiglu_ffn(x, gate, up, down, activation=activation, threads=1, isa=isa, **options)
+        y = kernels.gated_ffn(x, gate, up, down, activation=activation, threads=1, isa=isa, **options)
         assert_same_bits(y + 0, kernels.linear(act, down, threads=1, isa=isa, **options) + 0, "down")
 
 
@@ -170,8 +167,8 @@ def test_activations_far_out_are_exact_limits(isa: str) -> None:
     """silu(-large) is 0 and silu(large) its argument; nothing overflows on the way."""
     x = np.array([[1.0], [-1.0]], np.float32)
     gate = np.array([[500.0], [88.0], [1e30], [3e38]], np.float32)
-    for activation in ("silu", "gelu_tanh"):
-        y = kernels.swiglu_ffn(
+    for activation in ("silu", "gelu_tanh", "gelu", "relu"):
+        y = kernels.gated_ffn(
             x, gate, np.ones_like(gate), np.eye(4, dtype=np.float32), quant="f32", activation=activation, isa=isa
         )
         assert_close(y[0], gate[:, 0], 4 * EPS * gate[:, 0].astype(np.float64), activation)
@@ -185,7 +182,7 @@ def test_ffn_arguments_that_do_not_fit() -> None:
         (lambda: kernels.swiglu_ffn(x, gate, up[:31], down), r"up has shape \[31, 16\]; expected \[32, 16\]"),
         (lambda: kernels.swiglu_ffn(x, gate, up, down[:, :31]), r"down has shape \[16, 31\]; expected \[N, 32\]"),
         (lambda: kernels.swiglu_ffn(x[:, :15], gate, up, down), "x has shape"),
-        (lambda: kernels.swiglu_ffn(x, gate, up, down, activation="relu"), "activation 'relu'"),
+        (lambda: kernels.gated_ffn(x, gate, up, down, activation="tanh"), "activation 'tanh'"),
     ):
         with pytest.raises(RequestError, match=says):
             call()

@@ -15,7 +15,7 @@ from compare import assert_close, assert_same_bits
 from safetensors.numpy import save_file
 
 from pyengine import reference, rope
-from pyengine.errors import RequestError, UnsupportedModelError
+from pyengine.errors import RequestError
 from pyengine.reference import ReferenceCache, ReferenceModel, load_reference
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 
@@ -332,11 +332,25 @@ def test_hooks_for_what_is_not_there_are_refused(hooks: dict[str, Any]) -> None:
         model_of().forward([1], **hooks)
 
 
-def test_another_activation_is_refused() -> None:
-    spec = make_spec()
-    layers = tuple(dataclasses.replace(one, ffn=FFNSpec(INTER, "gelu_tanh")) for one in spec.layers)
-    with pytest.raises(UnsupportedModelError, match="gelu_tanh"):
-        ReferenceModel(dataclasses.replace(spec, layers=layers), make_weights(spec))
+def test_activations_and_norms_by_hand() -> None:
+    x = np.array([-1.0, 0.0, 1.0, 2.0])
+    assert_close(reference.gelu(x), np.array([-0.15865525, 0, 0.84134475, 1.95449974]), 1e-8)
+    assert_close(reference.gelu_tanh(x), np.array([-0.15880801, 0, 0.84119199, 1.95459769]), 1e-8)
+    assert_close(reference.relu(x), np.array([0, 0, 1.0, 2]), 0)
+    assert_close(reference.silu(x), np.array([-0.26894142, 0, 0.73105858, 1.76159416]), 1e-8)
+    assert_close(reference.capped(np.array([1e9, -2.0, 0]), 2.0), np.array([2, -2 * math.tanh(1), 0]), 1e-12)
+    row = np.array([[1.0, 3.0]])  # mean 2, deviations -1 and 1
+    normed = reference.layer_norm(row, np.array([2.0, 4.0]), np.array([10.0, 20.0]), 3.0)
+    assert_close(normed, np.array([[9.0, 22.0]]), 1e-12)
+    spec = NormSpec(3.0, "layer", bias=True, plus_one=True)
+    assert_close(reference.normalize(row, spec, np.array([1.0, 3.0]), np.array([10.0, 20.0])), normed, 1e-12)
+
+
+def test_two_matrix_ffn_by_hand() -> None:
+    x, up, down = np.array([[1.0, 2]]), np.array([[1.0, 0], [0, 1], [1, -1]]), np.array([[1.0, 0, 1], [0, 1, -1]])
+    assert_close(reference.ffn(x, up, down, None, None, "relu"), np.array([[1.0, 2.0]]), 0)
+    biased = reference.ffn(x, up, down, np.array([0.0, 0, 3]), np.array([10.0, 20]), "relu")
+    assert_close(biased, np.array([[13.0, 20.0]]), 0)
 
 
 def test_attention_memory_grows_with_tokens_not_their_square() -> None:

@@ -14,7 +14,7 @@ from compare import assert_close, assert_same_bits
 
 from pyengine.config_values import ConfigValues
 from pyengine.rope import cos_sin, inv_freq
-from pyengine.rope_config import rope_spec
+from pyengine.rope_config import ropes_by_layer_type
 from pyengine.spec import RopeSpec
 
 STORED: dict[str, Any] = json.loads((Path(__file__).parent / "rope_transformers.json").read_text())["cases"]
@@ -23,7 +23,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def spec_of(config: dict[str, Any]) -> RopeSpec:
-    return rope_spec(ConfigValues(Path("config.json"), config, {}), config["head_dim"])
+    return ropes_by_layer_type(ConfigValues(Path("config.json"), config, {}), config["head_dim"])["full_attention"]
 
 
 def spec(kind: str, dim: int = 16, theta: float = 10000.0, **parameters: float) -> RopeSpec:

@@ -140,6 +140,7 @@ void attention_partition(const AttentionArgs& a) {
   }
   for (int r = 0; r < a.rows; ++r) {
     float* s = a.scores + r * kPartition;
+    if (a.softcap > 0.0f) softcap(s + low, high - low, a.softcap);
     softmax_row(s, begin_of(r), end_of(r), low, high, a.max_out + r, a.sum_out + r);
     if (DTYPE == PE_KV_INT8) weight_digits(a, s, begin_of(r), end_of(r), low, high);
   }

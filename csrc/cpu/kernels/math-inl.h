@@ -75,6 +75,65 @@ inline F gelu_tanh(F x) {
   return simd::div(x, simd::add(simd::set1(1.0f), exp(simd::mul(simd::set1(-2.0f), u))));
 }
 
+// x Phi(x), the exact GELU (Hendrycks & Gimpel 2016): Phi(-|x|) = exp(-x^2 / 2) t P(t), t = 1 / (1 + 0.24 |x|). P is a
+// minimax fit to |x| <= 14 (relative error 3e-9), so the tail keeps its digits until exp is 0.
+inline F gelu(F x) {
+  const F t = simd::div(simd::set1(1.0f), simd::fma(simd::abs(x), simd::set1(0.24f), simd::set1(1.0f)));
+  F p = simd::set1(0.0254733562f);
+  p = simd::fma(p, t, simd::set1(-0.124334604f));
+  p = simd::fma(p, t, simd::set1(0.204723746f));
+  p = simd::fma(p, t, simd::set1(-0.143193245f));
+  p = simd::fma(p, t, simd::set1(0.140487865f));
+  p = simd::fma(p, t, simd::set1(0.0287142731f));
+  p = simd::fma(p, t, simd::set1(0.0875517726f));
+  p = simd::fma(p, t, simd::set1(0.0889836177f));
+  p = simd::fma(p, t, simd::set1(0.0958507806f));
+  p = simd::fma(p, t, simd::set1(0.0957424417f));
+  const F tail = simd::mul(exp(simd::mul(simd::mul(x, x), simd::set1(-0.5f))), simd::mul(t, p));
+  const F low = simd::mul(x, tail);
+  return simd::select_lt(x, simd::zero(), low, simd::sub(x, low));
+}
+
+// Near 0 an odd polynomial (minimax on |x| <= 0.625, relative error 4e-9), else from e = exp(-2 |x|).
+inline F tanh(F x) {
+  const F size = simd::abs(x), square = simd::mul(x, x), one = simd::set1(1.0f);
+  F p = simd::set1(-0.00570499f);
+  p = simd::fma(p, square, simd::set1(0.02063909f));
+  p = simd::fma(p, square, simd::set1(-0.05373972f));
+  p = simd::fma(p, square, simd::set1(0.13331442f));
+  p = simd::fma(p, square, simd::set1(-0.33333282f));
+  const F near = simd::fma(simd::mul(x, square), p, x);
+  const F e = exp(simd::mul(size, simd::set1(-2.0f)));
+  const F far = simd::div(simd::sub(one, e), simd::add(one, e));
+  const F signed_far = simd::select_lt(x, simd::zero(), simd::sub(simd::zero(), far), far);
+  return simd::select_lt(size, simd::set1(0.625f), near, signed_far);
+}
+
+template <int ACTIVATION>
+inline F activate(F x) {
+  if constexpr (ACTIVATION == PE_SILU)
+    return silu(x);
+  else if constexpr (ACTIVATION == PE_GELU_TANH)
+    return gelu_tanh(x);
+  else if constexpr (ACTIVATION == PE_GELU)
+    return gelu(x);
+  else
+    return simd::select_lt(x, simd::zero(), simd::zero(), x);  // ReLU; a NaN stays
+}
+
+// Calls body.operator()<ACTIVATION>() with the activation as a constant.
+template <class Body>
+inline void with_activation(int32_t activation, Body&& body) {
+  if (activation == PE_SILU)
+    body.template operator()<PE_SILU>();
+  else if (activation == PE_GELU_TANH)
+    body.template operator()<PE_GELU_TANH>();
+  else if (activation == PE_GELU)
+    body.template operator()<PE_GELU>();
+  else
+    body.template operator()<PE_RELU>();
+}
+
 // Rounded to the nearest bfloat16, ties to even; the low half of every lane is 0. Finite input.
 inline I round_bf16(F x) {
   const I bits = simd::as_int(x);

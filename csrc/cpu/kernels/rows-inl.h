@@ -135,10 +135,21 @@ void add(const float* x, float* y, int64_t n, float factor) {
 
 // n is a multiple of 16: rows are padded to whole panels
 void act_mul(const float* x, float* y, int64_t n, int32_t activation) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const F gate = simd::load(x + 2 * i), up = simd::load(x + 2 * i + 16);
-    simd::store(y + i, simd::mul(activation == PE_SILU ? silu(gate) : gelu_tanh(gate), up));
-  }
+  with_activation(activation, [&]<int ACTIVATION>() {
+    for (int64_t i = 0; i < n; i += 16)
+      simd::store(y + i, simd::mul(activate<ACTIVATION>(simd::load(x + 2 * i)), simd::load(x + 2 * i + 16)));
+  });
+}
+
+void act(const float* x, float* y, int64_t n, int32_t activation) {
+  with_activation(activation, [&]<int ACTIVATION>() {
+    for (int64_t i = 0; i < n; i += 16) simd::store(y + i, activate<ACTIVATION>(simd::load(x + i)));
+  });
+}
+
+void softcap(float* x, int64_t n, float cap) {
+  const F size = simd::set1(cap), inverse = simd::set1(1.0f / cap);
+  for (int64_t i = 0; i < n; i += 16) simd::store(x + i, simd::mul(tanh(simd::mul(simd::load(x + i), inverse)), size));
 }
 
 // Half-split rotation (Su et al. 2021, in the layout of GPT-NeoX): pairs are (i, i + rotary / 2).
