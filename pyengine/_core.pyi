@@ -84,6 +84,10 @@ class OpKind(_Enum):
     MASK_COLUMNS: ClassVar[OpKind]
     TAP: ClassVar[OpKind]
     DEQUANTIZE: ClassVar[OpKind]
+    ROUTER: ClassVar[OpKind]
+    MOE_GATE_UP: ClassVar[OpKind]
+    MOE_DOWN: ClassVar[OpKind]
+    GATE: ClassVar[OpKind]
     NORM_QUANTIZE: ClassVar[OpKind]
     QKV_ROPE_APPEND: ClassVar[OpKind]
     ATTENTION_QUANTIZE: ClassVar[OpKind]
@@ -93,6 +97,7 @@ class OpKind(_Enum):
     GATED_FFN_RESIDUAL: ClassVar[OpKind]
     FFN: ClassVar[OpKind]
     FFN_RESIDUAL: ClassVar[OpKind]
+    MOE_FFN_RESIDUAL: ClassVar[OpKind]
     LM_HEAD: ClassVar[OpKind]
     SAMPLE: ClassVar[OpKind]
 
@@ -114,6 +119,14 @@ class Activation(_Enum):
     GELU_TANH: ClassVar[Activation]
     GELU: ClassVar[Activation]
     RELU: ClassVar[Activation]
+
+class Scoring(_Enum):
+    SOFTMAX: ClassVar[Scoring]
+    SIGMOID: ClassVar[Scoring]
+
+class GroupScore(_Enum):
+    MAX: ClassVar[GroupScore]
+    TOP2_SUM: ClassVar[GroupScore]
 
 class Backend:
     def __init__(self, threads: int = 0, isa: str = "") -> None: ...
@@ -151,7 +164,7 @@ class Program:
         self,
         backend: Backend,
         ops: list[dict[str, Any]],
-        buffers: list[tuple[bool, int]],
+        buffers: Sequence[tuple[bool, int] | tuple[bool, int, int]],
         max_batch_tokens: int,
         max_sequences: int,
         timed: bool,
@@ -171,4 +184,5 @@ class Program:
         interruptible: bool,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None: ...
     def times(self, reset: bool = False) -> tuple[npt.NDArray[np.uint64], int, int]: ...
+    def routing(self, reset: bool = False) -> npt.NDArray[np.uint64]: ...
     def info(self) -> ProgramInfo: ...

@@ -61,6 +61,18 @@ def _ffn(ops: list[Op]) -> Op | None:
     }
 
 
+def _moe_ffn(ops: list[Op]) -> Op | None:
+    gate_up, down, add = ops[0], ops[-2], ops[-1]
+    return {
+        **gate_up,
+        "kind": int(OpKind.MOE_FFN_RESIDUAL),
+        "scratch": down["input"],
+        "weight2": down["weight2"],
+        "output": add["output"],
+        "scale": add.get("scale", 1.0),
+    }
+
+
 def _linear_residual(ops: list[Op]) -> Op | None:
     linear, add = ops
     return {**linear, **add, "kind": int(OpKind.LINEAR_RESIDUAL), "input": linear["input"]}
@@ -79,6 +91,8 @@ PATTERNS: list[tuple[list[OpKind], Callable[[list[Op]], Op | None]]] = [
         for quantize in ([K.QUANTIZE], [])
         for add in ([K.ADD], [])
     ),
+    ([K.MOE_GATE_UP, K.QUANTIZE, K.MOE_DOWN, K.ADD], _moe_ffn),
+    ([K.MOE_GATE_UP, K.MOE_DOWN, K.ADD], _moe_ffn),
     ([K.LINEAR, K.QK_NORM, K.ROPE, K.KV_APPEND], _qkv),
     ([K.LINEAR, K.ROPE, K.KV_APPEND], _qkv),
     ([K.LINEAR, K.QK_NORM, K.KV_APPEND], _qkv),

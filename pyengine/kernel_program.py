@@ -63,6 +63,7 @@ class Bench:
         self.backend = Backend(threads or 0, isa or "")
         self.ops: list[dict[str, Any]] = []
         self.buffers: list[tuple[bool, int]] = []
+        self.rows: list[int] = []  # of each token, by buffer
 
     def tensor(
         self, fmt: PackedFormat, rows: int, parts: list[tuple[Array, int, int]], importance: Float32 | None = None
@@ -78,8 +79,10 @@ class Bench:
         padding = np.zeros((size or len(source)) - len(source), np.float32)
         return self.tensor(PackedFormat(Format.VECTOR_F32), 1, [(np.concatenate([source, padding]), 0, 1)])
 
-    def buffer(self, width: int, quantized: bool = False) -> int:
+    def buffer(self, width: int, quantized: bool = False, rows: int = 1) -> int:
+        """rows: of each token."""
         self.buffers.append((quantized, width))
+        self.rows.append(rows)
         return len(self.buffers) - 1
 
     def op(self, kind: OpKind, **fields: Any) -> None:
@@ -89,7 +92,7 @@ class Bench:
         """The buffer that a matrix of `fmt` reads: `source`, or its int8 form."""
         if not fmt.is_integer:
             return source
-        out = self.buffer(self.buffers[source][1], quantized=True)
+        out = self.buffer(self.buffers[source][1], quantized=True, rows=self.rows[source])
         self.op(OpKind.QUANTIZE, input=source, output=out)
         return out
 
@@ -100,7 +103,8 @@ class Bench:
         ops = fuse(self.ops) if fused else list(self.ops)
         if output is not None:
             ops.append({"kind": int(OpKind.TAP), "stage": int(Stage.FFN), "input": output, "head_dim": 0})
-        return Program(self.backend, ops, self.buffers, max_tokens, max_tokens, False)
+        buffers = [(*buffer, rows) for buffer, rows in zip(self.buffers, self.rows, strict=True)]
+        return Program(self.backend, ops, buffers, max_tokens, max_tokens, False)
 
     def show(
         self, program: Program, hidden: Float32, width: int, start: int = 0, table: Int32 | None = None

@@ -66,6 +66,36 @@ class FFNSpec:
 
 
 @dataclass(frozen=True)
+class RouterSpec:
+    """Which experts a token goes to: the top_k best of its scores, from the top_groups best groups of them.
+
+    The scores are of logits x . weight^T. A softmax over the chosen experts alone is the same as one over all with
+    `normalise`.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: str = "softmax"  # over all experts; or "sigmoid" of each
+    normalise: bool = False  # weights divided by (their sum + eps)
+    eps: float = 0.0
+    scale: float = 1.0  # of the weights, at last
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"  # a group's best expert; or "top2_sum", its two best
+    selection_bias: bool = False  # a vector added to the scores for the choice alone
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts: the sum of router weight * expert(x), and of a shared expert that every token goes to."""
+
+    router: RouterSpec
+    expert: FFNSpec
+    shared: FFNSpec | None = None
+    shared_gate: bool = False  # the shared expert is multiplied by sigmoid(x . gate), one number a token
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: x += attention(norm(x)); x += ffn(norm(x)). Norms stand before a branch, after it, or both."""
 

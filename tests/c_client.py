@@ -17,7 +17,8 @@ FOLDER = Path(ORIGIN.origin).parent
 HEADERS = (FOLDER / "include" / "pyengine.h", Path(__file__).resolve().parents[1] / "csrc" / "include" / "pyengine.h")
 
 OP_IDS = (
-    *("layer", "input", "output", "scratch", "weight", "weight2", "bias", "bias2", "norm", "norm2", "norm_bias"),
+    *("layer", "input", "output", "scratch", "routing", "rows", "weight", "weight2", "bias", "bias2", "norm", "norm2"),
+    *("norm_bias",),
     *("rope", "kv_group", "kv_layer"),
 )
 OK, REQUEST, FORMAT, UNSUPPORTED, RESOURCE, COMPUTE, CANCELLED = range(7)

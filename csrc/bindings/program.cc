@@ -1,5 +1,6 @@
 #include <signal.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "bindings.h"
@@ -22,6 +23,8 @@ constexpr Field kOpFields[] = {PE_FIELD(kind),
                                PE_FIELD(input),
                                PE_FIELD(output),
                                PE_FIELD(scratch),
+                               PE_FIELD(routing),
+                               PE_FIELD(rows),
                                PE_FIELD(weight),
                                PE_FIELD(weight2),
                                PE_FIELD(bias),
@@ -38,6 +41,13 @@ constexpr Field kOpFields[] = {PE_FIELD(kind),
                                PE_FIELD(window),
                                PE_FIELD(activation),
                                PE_FIELD(norm_kind),
+                               PE_FIELD(experts),
+                               PE_FIELD(top_k),
+                               PE_FIELD(groups),
+                               PE_FIELD(top_groups),
+                               PE_FIELD(scoring),
+                               PE_FIELD(group_score),
+                               PE_FIELD(normalise),
                                {"eps", offsetof(pe_op, eps), true},
                                {"softcap", offsetof(pe_op, softcap), true},
                                {"scale", offsetof(pe_op, scale), true}};
@@ -47,8 +57,8 @@ constexpr Field kOpFields[] = {PE_FIELD(kind),
 pe_op to_op(const py::dict& d) {
   pe_op op{};
   op.struct_size = sizeof op;
-  op.layer = op.input = op.output = op.scratch = op.weight = op.weight2 = op.bias = op.bias2 = op.norm = op.norm2 =
-      op.norm_bias = op.rope = op.kv_group = op.kv_layer = -1;
+  op.layer = op.input = op.output = op.scratch = op.routing = op.rows = op.weight = op.weight2 = op.bias = op.bias2 =
+      op.norm = op.norm2 = op.norm_bias = op.rope = op.kv_group = op.kv_layer = -1;
   for (const auto& [key, value] : d) {
     const auto name = key.cast<std::string>();
     const Field* field = nullptr;
@@ -114,8 +124,10 @@ class Program {
     for (const auto& op : ops) c_ops.push_back(to_op(op.cast<py::dict>()));
     std::vector<pe_buffer_desc> c_buffers;
     for (const auto& b : buffers) {
-      const auto [quantized, width] = b.cast<std::pair<bool, int64_t>>();
-      c_buffers.push_back({sizeof(pe_buffer_desc), quantized ? 1 : 0, width});
+      const auto fields = b.cast<py::tuple>();  // (quantized, width), and rows a token where that is not 1
+      if (fields.size() < 2 || fields.size() > 3) raise("RequestError", "a buffer is (quantized, width[, rows])");
+      c_buffers.push_back({sizeof(pe_buffer_desc), fields[0].cast<bool>() ? 1 : 0, fields[1].cast<int64_t>(),
+                           fields.size() > 2 ? fields[2].cast<int32_t>() : 1});
     }
     op_count_ = c_ops.size();
     for (const pe_op& op : c_ops) {
@@ -124,7 +136,7 @@ class Program {
         const auto at = static_cast<size_t>(op.head_dim);
         if (tap_widths_.size() <= at) tap_widths_.resize(at + 1);
         if (op.input >= 0 && static_cast<size_t>(op.input) < c_buffers.size())
-          tap_widths_[at] = c_buffers[static_cast<size_t>(op.input)].width;
+          tap_widths_[at] = tap_width(c_buffers[static_cast<size_t>(op.input)]);
       }
       if (op.kind == PE_OP_LOAD_HIDDEN && op.output >= 0 && static_cast<size_t>(op.output) < c_buffers.size())
         hidden_width_ = c_buffers[static_cast<size_t>(op.output)].width;
@@ -237,6 +249,14 @@ class Program {
     return py::make_tuple(ns, runs, run_ns);
   }
 
+  py::array_t<uint64_t> routing(bool reset) {
+    int64_t count;
+    check(pe_program_routing(handle_, nullptr, &count, 0));
+    py::array_t<uint64_t> tokens(static_cast<py::ssize_t>(count));
+    check(pe_program_routing(handle_, tokens.mutable_data(), nullptr, reset));
+    return tokens;
+  }
+
   py::dict info() {
     size_t arena;
     uint64_t barriers, allocations;
@@ -249,6 +269,8 @@ class Program {
   }
 
  private:
+  static int64_t tap_width(const pe_buffer_desc& b) { return b.width * std::max(b.rows, 1); }
+
   int64_t rows_of(int32_t tensor) {
     void* data;
     check(pe_tensor_data(backend_.cast<Backend&>().handle, tensor, &data, nullptr));
@@ -323,20 +345,26 @@ void bind_program(py::module_& m) {
            py::arg("block_tables"), py::arg("logits_rows"), py::arg("logits"), py::arg("sampling"), py::arg("hidden"),
            py::arg("taps"), py::arg("cancel"), py::arg("interruptible"))
       .def("times", &Program::times, py::arg("reset") = false)
+      .def("routing", &Program::routing, py::arg("reset") = false)
       .def("info", &Program::info);
 #define PE_KIND(name) .value(#name, PE_OP_##name)
   py::enum_<pe_op_kind>(m, "OpKind", py::arithmetic()) PE_KIND(EMBED) PE_KIND(LOAD_HIDDEN) PE_KIND(NORM)
       PE_KIND(QUANTIZE) PE_KIND(LINEAR) PE_KIND(QK_NORM) PE_KIND(ROPE) PE_KIND(KV_APPEND) PE_KIND(ATTENTION)
           PE_KIND(ADD) PE_KIND(ACT_MUL) PE_KIND(ACT) PE_KIND(MASK_COLUMNS) PE_KIND(TAP) PE_KIND(DEQUANTIZE)
-              PE_KIND(NORM_QUANTIZE) PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL)
-                  PE_KIND(NORM_RESIDUAL) PE_KIND(GATED_FFN) PE_KIND(GATED_FFN_RESIDUAL) PE_KIND(FFN)
-                      PE_KIND(FFN_RESIDUAL) PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
+              PE_KIND(ROUTER) PE_KIND(MOE_GATE_UP) PE_KIND(MOE_DOWN) PE_KIND(GATE) PE_KIND(NORM_QUANTIZE)
+                  PE_KIND(QKV_ROPE_APPEND) PE_KIND(ATTENTION_QUANTIZE) PE_KIND(LINEAR_RESIDUAL) PE_KIND(NORM_RESIDUAL)
+                      PE_KIND(GATED_FFN) PE_KIND(GATED_FFN_RESIDUAL) PE_KIND(FFN) PE_KIND(FFN_RESIDUAL)
+                          PE_KIND(MOE_FFN_RESIDUAL) PE_KIND(LM_HEAD) PE_KIND(SAMPLE);
 #undef PE_KIND
 #define PE_STAGE(name) .value(#name, PE_STAGE_##name)
   py::enum_<pe_stage>(m, "Stage", py::arithmetic()) PE_STAGE(EMBED) PE_STAGE(NORM) PE_STAGE(ATTENTION) PE_STAGE(ROUTER)
       PE_STAGE(FFN) PE_STAGE(LM_HEAD) PE_STAGE(SAMPLE);
 #undef PE_STAGE
   py::enum_<pe_norm>(m, "Norm", py::arithmetic()).value("RMS_NORM", PE_RMS_NORM).value("LAYER_NORM", PE_LAYER_NORM);
+  py::enum_<pe_scoring>(m, "Scoring", py::arithmetic()).value("SOFTMAX", PE_SOFTMAX).value("SIGMOID", PE_SIGMOID);
+  py::enum_<pe_group_score>(m, "GroupScore", py::arithmetic())
+      .value("MAX", PE_GROUP_MAX)
+      .value("TOP2_SUM", PE_GROUP_TOP2_SUM);
   py::enum_<pe_activation>(m, "Activation", py::arithmetic())
       .value("SILU", PE_SILU)
       .value("GELU_TANH", PE_GELU_TANH)

@@ -87,6 +87,17 @@ struct AttentionArgs {
   float* acc_out;                       // [rows][v_stride], not yet divided by the sum
 };
 
+// One token's experts. The arrays have `experts` rounded up to 16 entries.
+struct RouteArgs {
+  float* logits;      // overwritten: scores
+  float* choice;      // scratch: what experts are chosen by
+  const float* bias;  // added to the scores for the choice alone, or nullptr
+  int32_t experts, top_k, groups, top_groups;
+  int32_t scoring, group_score, normalise;  // pe_scoring, pe_group_score
+  float scale, eps;
+  float* out;  // [top_k] weights, then [top_k] ids; best first
+};
+
 struct PackArgs {
   const Packed* weight;
   const void* source;    // [rows, cols]
@@ -109,11 +120,14 @@ struct KernelTable {
   void (*quantize)(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row);
   void (*linear)(const LinearArgs* args);
   void (*dequantize)(const Packed* weight, int64_t panel, float* out);  // as a panel of PE_F32: [cols][16]
-  void (*add)(const float* x, float* y, int64_t n, float factor);  // y += factor * x
+  void (*add)(const float* x, float* y, int64_t n, float factor);       // y += factor * x
   // y[16 j + i] = act(x[32 j + i]) * x[32 j + 16 + i]
   void (*act_mul)(const float* x, float* y, int64_t n, int32_t activation);
   void (*act)(const float* x, float* y, int64_t n, int32_t activation);  // n is a multiple of 16
   void (*softcap)(float* x, int64_t n, float cap);                       // x = cap * tanh(x / cap); so is n here
+  // y *= sigmoid(x . w); x, w [n]; y [m]
+  void (*gate)(const float* x, const float* w, int64_t n, float* y, int64_t m);
+  int32_t (*route)(const RouteArgs* args);  // 0 where a logit is NaN or infinite: then the first top_k ids, weights 0
   // one head of `dim` columns, the first `rotary` rotated half-split by cos[rotary / 2] and sin[rotary / 2]
   void (*rope)(float* x, int64_t rotary, const float* cos, const float* sin);
   void (*store_k)(const float* k, uint8_t* block, int32_t slot, int32_t dim, int32_t dtype);

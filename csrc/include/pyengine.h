@@ -194,8 +194,13 @@ typedef enum pe_op_kind {
   PE_OP_ACT_MUL,      /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
   PE_OP_ACT,          /* output = activation(input) */
   PE_OP_MASK_COLUMNS, /* output = norm[column] != 0 ? output : 0 */
-  PE_OP_TAP,          /* batch.taps[head_dim] = input */
+  PE_OP_TAP,          /* batch.taps[head_dim] = input; rows of experts in the order of (token, slot) */
   PE_OP_DEQUANTIZE,   /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
+  PE_OP_ROUTER,       /* output = [top_k weights | top_k expert ids] of scores(input . weight^T), bias = selection bias;
+                         scratch [T, experts]. Experts are chosen by score + bias, ties to the lower id */
+  PE_OP_MOE_GATE_UP,  /* output [top_k rows a token] = ACT_MUL of LINEAR(weight) of each token's experts */
+  PE_OP_MOE_DOWN,     /* output = sum over slots of routing weight * (input row . weight2^T), slots ascending */
+  PE_OP_GATE,         /* output *= sigmoid(input . norm), one number a token */
   /* fused ops */
   PE_OP_NORM_QUANTIZE,      /* NORM, QUANTIZE */
   PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE?, KV_APPEND; output = [q | k | v] */
@@ -206,6 +211,7 @@ typedef enum pe_op_kind {
   PE_OP_GATED_FFN_RESIDUAL, /* GATED_FFN, ADD */
   PE_OP_FFN,                /* LINEAR(weight), ACT, QUANTIZE, LINEAR(weight2) */
   PE_OP_FFN_RESIDUAL,       /* FFN, ADD */
+  PE_OP_MOE_FFN_RESIDUAL,   /* MOE_GATE_UP, QUANTIZE, MOE_DOWN, ADD */
   /* ends of a program */
   PE_OP_LM_HEAD, /* logits[r] = cap(NORM(input[logits_rows[r]]) . weight^T), as in ATTENTION */
   PE_OP_SAMPLE,  /* sampled[r] from logits[r] */
@@ -222,16 +228,24 @@ typedef enum pe_activation {
   PE_RELU = 3
 } pe_activation;
 
-/* Ids that an op does not use are -1. Buffers: input, output, scratch. Tensors: weight, weight2, bias, bias2, norm,
- * norm2, norm_bias. */
+typedef enum pe_scoring { PE_SOFTMAX = 0, PE_SIGMOID = 1 } pe_scoring;                  /* of all experts' logits */
+typedef enum pe_group_score { PE_GROUP_MAX = 0, PE_GROUP_TOP2_SUM = 1 } pe_group_score; /* of score + bias */
+
+/* Ids that an op does not use are -1. Buffers: input, output, scratch, routing (a router's output), rows (top_k float32
+ * rows a token, as wide as the hidden state). Tensors: weight, weight2, bias, bias2, norm, norm2, norm_bias. Experts'
+ * tensors stand one behind the other, each from a panel border: gate and up interleaved as for ACT_MUL. */
 typedef struct pe_op {
   uint32_t struct_size;
   int32_t kind, stage, layer;
-  int32_t input, output, scratch;
+  int32_t input, output, scratch, routing, rows;
   int32_t weight, weight2, bias, bias2, norm, norm2, norm_bias;
   int32_t rope, kv_group, kv_layer;
   int32_t heads, kv_heads, head_dim, window; /* window 0 = all keys */
   int32_t activation, norm_kind;
+  int32_t experts, top_k;       /* a router's choice: pe_scoring, then the top_groups best of `groups` groups of */
+  int32_t groups, top_groups;   /* experts (1 of 1: all), then the top_k best experts of those */
+  int32_t scoring, group_score; /* pe_scoring, pe_group_score */
+  int32_t normalise;            /* 1: weights are divided by (their sum + eps); then all are multiplied by `scale` */
   float eps, softcap;
   float scale; /* scale: of embed, add and the ops that end in an add, 0 counts as 1 */
 } pe_op;
@@ -240,6 +254,7 @@ typedef struct pe_buffer_desc {
   uint32_t struct_size;
   int32_t quantized; /* 0: float32 [T, width]; 1: int8 in groups of 64 with scales and sums */
   int64_t width;
+  int32_t rows; /* a token; 0 means 1. More: rows of experts, which only their ops, QUANTIZE and TAP take */
 } pe_buffer_desc;
 
 typedef struct pe_program_desc {
@@ -289,6 +304,9 @@ PE_API pe_status pe_program_run(pe_program* program, const pe_batch* batch);
 /* Nanoseconds per op, summed since the last reset, and the number and total of the runs. Any pointer may be NULL. */
 PE_API pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns,
                                   int32_t reset);
+/* Tokens that every expert of every router was chosen for since the last reset, router by router: [sum of experts].
+ * `count` is that number. Either pointer may be NULL. */
+PE_API pe_status pe_program_routing(pe_program* program, uint64_t* tokens, int64_t* count, int32_t reset);
 PE_API pe_status pe_program_info(pe_program* program, size_t* arena_bytes, uint64_t* barriers, uint64_t* allocations);
 PE_API void pe_program_destroy(pe_program* program);
 

@@ -222,6 +222,12 @@ pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs,
     program->program.times(op_ns, runs, run_ns, reset != 0);
   });
 }
+pe_status pe_program_routing(pe_program* program, uint64_t* tokens, int64_t* count, int32_t reset) {
+  return guarded([&] {
+    check_pointer(program, "program");
+    program->program.routing(tokens, count, reset != 0);
+  });
+}
 pe_status pe_program_info(pe_program* program, size_t* arena_bytes, uint64_t* barriers, uint64_t* allocations) {
   return guarded([&] {
     check_pointer(program, "program");

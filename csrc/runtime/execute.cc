@@ -1,21 +1,14 @@
-// Running a program: how work is shared among threads, and every op but attention.
-#include <algorithm>
+// Running a program: every op but attention and mixtures of experts.
 #include <cstdarg>
 #include <cstdio>
 
 #include "core/status.h"
 #include "runtime/program.h"
+#include "runtime/share.h"
 
 namespace pe {
 
 namespace {
-constexpr int64_t kFetchBytes = 64 << 10;  // of the next weights, while waiting at a barrier
-
-// The first range of a thread: it leaves half of `count` to be taken by whoever comes.
-int64_t first_share(int64_t count, int64_t grain, int threads) {
-  return std::max(grain, count / (2 * threads) / grain * grain);
-}
-
 void scale_row(float* x, int64_t n, float by) {
   for (int64_t i = 0; by != 1.0f && i < n; ++i) x[i] *= by;
 }
@@ -52,7 +45,8 @@ void Program::execute(int thread) {
     } else {
       dispatch(op, thread);
       // The last to arrive decides for all, so that no thread leaves alone.
-      wait_for_all(thread, op.next_weight, [this] {
+      wait_for_all(thread, op.next_weight, [this, &op] {
+        if (op.d.kind == PE_OP_ROUTER) finish_routing(op);
         if (batch_->cancel && *batch_->cancel) fail_later(PE_CANCELLED, "cancelled");
         stop_ = status_.load(std::memory_order_relaxed) != PE_OK;
       });
@@ -64,29 +58,6 @@ void Program::execute(int thread) {
     }
     if (stop_) return;
   }
-}
-
-// A barrier. In decode a waiting thread fetches what it will read next: waiting costs no bandwidth then.
-template <class Last>
-void Program::wait_for_all(int thread, const Packed* next, Last&& last) {
-  const uint8_t* at = nullptr;
-  const uint8_t* end = nullptr;
-  if (next && batch_->tokens <= kGemvTokens) {
-    const int64_t own = first_share(next->panels, 1, backend_.team.size()) * thread;  // about: shares differ by op
-    at = next->data + static_cast<size_t>(std::min(own, next->panels - 1)) * next->panel_bytes;
-    end =
-        std::min<const uint8_t*>(at + kFetchBytes, next->data + static_cast<size_t>(next->panels) * next->panel_bytes);
-  }
-  const auto fetch = [&] {
-    for (int line = 0; line < 4 && at < end; ++line, at += 64) __builtin_prefetch(at, 0, 2);
-  };
-  backend_.team.barrier(
-      [&] {
-        counter_.store(0, std::memory_order_relaxed);
-        ++barriers_;
-        last();
-      },
-      fetch);
 }
 
 void Program::inner_barrier(int thread, const Packed* next) {
@@ -103,30 +74,9 @@ void Program::fail_later(pe_status status, const char* format, ...) {
   va_end(args);
 }
 
-// Threads take ranges of [0, count) until none is left or the batch is cancelled: the first is the thread's own, the
-// rest go to whoever comes. `halving`: ranges shrink from a part of what is left to `grain`, long streams first and
-// then small ones, so that all end together. Results never depend on who took what.
-template <class F>
-void Program::share(int64_t count, int64_t grain, int thread, F&& body, bool halving) {
-  const volatile int32_t* cancel = batch_->cancel;
-  const int threads = backend_.team.size();
-  const int64_t first = halving ? first_share(count, grain, threads) : grain, shared = first * threads;
-  int64_t begin = first * thread, end = std::min(begin + first, count);
-  while (begin < count) {
-    if (cancel && *cancel) return;
-    body(begin, end);
-    int64_t taken = counter_.load(std::memory_order_relaxed), take;
-    do {
-      begin = shared + taken;
-      if (begin >= count) return;
-      take = halving ? first_share(count - begin, grain, threads) : grain;
-    } while (!counter_.compare_exchange_weak(taken, taken + take, std::memory_order_relaxed));
-    end = std::min(begin + take, count);
-  }
-}
-
-void Program::each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread) {
-  share(batch_->tokens, chunk, thread, [&](int64_t begin, int64_t end) {
+void Program::each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread,
+                         int64_t per_token) {
+  share(batch_->tokens * per_token, chunk, thread, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) (this->*body)(op, t, thread);
   });
 }
@@ -137,7 +87,7 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_LOAD_HIDDEN: return each_token(4, &Program::load_hidden, op, thread);
     case PE_OP_NORM:
     case PE_OP_NORM_QUANTIZE: return each_token(4, &Program::norm, op, thread);
-    case PE_OP_QUANTIZE: return each_token(4, &Program::quantize, op, thread);
+    case PE_OP_QUANTIZE: return each_token(4, &Program::quantize, op, thread, op.input->per_token);
     case PE_OP_ADD: return each_token(4, &Program::add, op, thread);
     case PE_OP_NORM_RESIDUAL: return each_token(4, &Program::norm_residual, op, thread);
     case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
@@ -145,6 +95,10 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
     case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
     case PE_OP_DEQUANTIZE: return dequantize(op, thread);
+    case PE_OP_ROUTER: return router(op, thread);
+    case PE_OP_MOE_GATE_UP: return moe_gate_up(op, *op.output, thread);
+    case PE_OP_MOE_DOWN: return moe_down(op, *op.input, 0.0f, thread);
+    case PE_OP_GATE: return each_token(4, &Program::gate, op, thread);
     case PE_OP_QK_NORM: return each_token(1, &Program::qk_norm, op, thread);
     case PE_OP_ROPE: return each_token(1, &Program::rope, op, thread);
     case PE_OP_KV_APPEND: return each_token(1, &Program::kv_append, op, thread);
@@ -157,6 +111,7 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_GATED_FFN_RESIDUAL:
     case PE_OP_FFN:
     case PE_OP_FFN_RESIDUAL: return ffn(op, thread);
+    case PE_OP_MOE_FFN_RESIDUAL: return moe_ffn(op, thread);
     case PE_OP_LM_HEAD: return lm_head(op, thread);
     case PE_OP_SAMPLE: return sample(op, thread);
     default: return;  // creation refused it
@@ -225,8 +180,14 @@ void Program::mask_columns(const Op& op, int64_t t, int) {
 }
 
 void Program::tap(const Op& op, int64_t t, int) {
-  std::memcpy(batch_->taps[op.d.head_dim] + t * op.input->width, op.input->row(t),
-              static_cast<size_t>(op.input->width) * 4);
+  const Buffer& b = *op.input;
+  for (int64_t r = t * b.per_token; r < (t + 1) * b.per_token; ++r)
+    std::memcpy(batch_->taps[op.d.head_dim] + r * b.width, b.row(b.per_token > 1 ? place_[static_cast<size_t>(r)] : r),
+                static_cast<size_t>(b.width) * 4);
+}
+
+void Program::gate(const Op& op, int64_t t, int) {
+  k_.gate(op.input->row(t), op.norm, op.input->width, op.output->row(t), op.output->width);
 }
 
 // ---- heads: q heads first, then k, then v

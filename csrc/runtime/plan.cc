@@ -5,9 +5,9 @@
 
 namespace pe {
 
-// Strides and bytes of `rows` rows, with the rows that a GEMM tile may read past them.
-void shape(Buffer& b, int64_t rows) {
-  const int64_t slack = rows + kTileTokens;
+// Strides and bytes for so many tokens, with the rows that a GEMM tile may read past them.
+void shape(Buffer& b, int64_t tokens) {
+  const int64_t slack = tokens * b.per_token + kTileTokens;
   if (!b.quantized) {
     b.stride = static_cast<int64_t>(align_up(static_cast<size_t>(b.width), kPanel)) + kPanel;
     b.bytes = static_cast<size_t>(slack * b.stride) * 4;
@@ -23,13 +23,13 @@ void shape(Buffer& b, int64_t rows) {
 
 namespace {
 
-void place(Buffer& b, uint8_t* base, int64_t rows) {
+void place(Buffer& b, uint8_t* base, int64_t tokens) {
   uint8_t* p = base + b.offset;
   if (!b.quantized) {
     b.f = reinterpret_cast<float*>(p);
     return;
   }
-  const int64_t slack = rows + kTileTokens;
+  const int64_t slack = tokens * b.per_token + kTileTokens;
   QuantView& v = b.quant;
   v.q_stride = b.stride;
   v.groups = (b.width + kActGroup - 1) / kActGroup;
@@ -60,7 +60,9 @@ void Program::plan() {
     Life life{&b, ops_.size(), 0};
     for (size_t i = 0; i < ops_.size(); ++i) {
       const bool still_read = i > 0 && ops_[i - 1].own_output >= 0 && ops_[i - 1].input == &b;  // by a slow thread
-      if (ops_[i].input != &b && ops_[i].output != &b && ops_[i].scratch != &b && !still_read) continue;
+      const Op& op = ops_[i];
+      const bool named = op.input == &b || op.output == &b || op.scratch == &b || op.routing == &b || op.rows == &b;
+      if (!named && !still_read) continue;
       life.first = std::min(life.first, i);
       life.last = i;
     }
@@ -101,6 +103,11 @@ void Program::plan() {
   total += scratch_bytes_ * static_cast<size_t>(backend_.team.size());
   arena_ = Memory(total);
   for (const Life& life : lives) place(*life.buffer, arena_.data(), max_tokens_);
+  for (Op& op : ops_) {
+    if (!op.rows) continue;
+    op.gathered.offset = op.rows->offset;
+    place(op.gathered, arena_.data(), max_tokens_);
+  }
   if (vocab_) {
     place(head_, arena_.data(), max_tokens_);
     place(logits_, arena_.data(), max_sequences_);
@@ -115,7 +122,11 @@ void Program::plan_small_batches() {
   const Packed* next = nullptr;
   for (size_t i = ops_.size(); i-- > 0;) {
     ops_[i].next_weight = next;
-    if (ops_[i].weight && ops_[i].d.kind != PE_OP_EMBED) next = ops_[i].weight;
+    const int32_t kind = ops_[i].d.kind;  // which experts are read is not known before
+    if (kind == PE_OP_MOE_FFN_RESIDUAL || kind == PE_OP_MOE_GATE_UP || kind == PE_OP_MOE_DOWN)
+      next = nullptr;
+    else if (ops_[i].weight && kind != PE_OP_EMBED)
+      next = ops_[i].weight;
   }
   std::vector<const Buffer*> originals;
   const auto own = [&](const Buffer& b) {
@@ -144,14 +155,32 @@ void Program::plan_small_batches() {
   }
 }
 
+// Arrays of the ops of experts. wide: bytes of scratch behind the unpacked panels.
+void Program::plan_routing(const Op& op, size_t& wide) {
+  const size_t rows = static_cast<size_t>(max_tokens_) * static_cast<size_t>(op.d.top_k);
+  const size_t experts = static_cast<size_t>(op.d.experts);
+  if (order_.size() < rows) {
+    order_.resize(rows);
+    place_.resize(rows);
+  }
+  if (first_row_.size() <= experts) {
+    first_row_.resize(experts + 1);
+    active_.reserve(experts);
+  }
+  wide = std::max(wide, align_up(experts, kPanel) * 4);  // what experts are chosen by
+  // a token's products and their sum
+  if (op.output) wide = std::max(wide, 2 * align_up(static_cast<size_t>(op.output->width), kPanel) * 4);
+}
+
 // Scratch of one thread. Three users at different times: unpacked panels before a chunk of results (linear, FFN,
 // lm_head), a normed row, attention; and sampling's copy of a row.
 void Program::plan_scratch() {
-  size_t bytes = 0, columns = 0, digit_bytes = 0;
+  size_t bytes = 0, columns = 0, digit_bytes = 0, wide = 0;
   for (Op& op : ops_) {
     for (const Packed* w : {op.weight, op.weight2})
       if (w) columns = std::max(columns, static_cast<size_t>(w->padded_cols));
     if (op.input) columns = std::max(columns, static_cast<size_t>(op.input->width));
+    if (op.routing || op.d.kind == PE_OP_ROUTER) plan_routing(op, wide);
     if (op.d.kind != PE_OP_ATTENTION && op.d.kind != PE_OP_ATTENTION_QUANTIZE) continue;
     const int32_t ratio = op.d.heads / op.d.kv_heads;
     size_t i = 0;
@@ -168,7 +197,7 @@ void Program::plan_scratch() {
     if (op.kv->desc().dtype == PE_KV_INT8) digit_bytes = std::max(digit_bytes, q_digit_bytes(op.d.head_dim));
   }
   const size_t results = static_cast<size_t>(max_tokens_ + kTileTokens) * 8 * kPanel * 4;
-  bytes = unpack_bytes(static_cast<int64_t>(columns)) + results;
+  bytes = unpack_bytes(static_cast<int64_t>(columns)) + std::max(results, wide);
   bytes = std::max(bytes, columns * 4 + kAlign);
   if (has_sample_) bytes = std::max(bytes, static_cast<size_t>(vocab_) * 8 + kAlign);
   const size_t rows = static_cast<size_t>(max_rows_);

@@ -32,6 +32,10 @@ const char* const kOpNames[] = {"embed",
                                 "mask_columns",
                                 "tap",
                                 "dequantize",
+                                "router",
+                                "moe_gate_up",
+                                "moe_down",
+                                "gate",
                                 "norm_quantize",
                                 "qkv_rope_append",
                                 "attention_quantize",
@@ -41,11 +45,14 @@ const char* const kOpNames[] = {"embed",
                                 "gated_ffn_residual",
                                 "ffn",
                                 "ffn_residual",
+                                "moe_ffn_residual",
                                 "lm_head",
                                 "sample"};
 static_assert(sizeof kOpNames / sizeof *kOpNames == PE_OP_COUNT);
 
 constexpr int32_t kMaxBatchTokens = 1 << 20;
+constexpr int64_t kMaxRows = int64_t{1} << 28;
+constexpr int32_t kMaxExperts = 1 << 20;
 
 [[noreturn]] void bad(const pe_op& d, const char* what) {
   fail(PE_REQUEST, "op %s of layer %d: %s", kOpNames[d.kind], d.layer, what);
@@ -76,6 +83,10 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
       fail(PE_REQUEST, "buffer %zu has width %lld", i, static_cast<long long>(d.width));
     buffers_[i].quantized = d.quantized != 0;
     buffers_[i].width = d.width;
+    buffers_[i].per_token = std::max(d.rows, 1);
+    if (d.rows < 0 || int64_t{max_tokens_} * buffers_[i].per_token > kMaxRows)
+      fail(PE_REQUEST, "buffer %zu has %d rows a token, %d tokens; expected %lld rows at most", i, d.rows, max_tokens_,
+           static_cast<long long>(kMaxRows));
     shape(buffers_[i], max_tokens_);
   }
   ops_.resize(static_cast<size_t>(desc.op_count));
@@ -94,7 +105,7 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
 
 void Program::resolve(const pe_op& d, Op& op) {
   op.d = d;
-  if ((d.kind == PE_OP_EMBED || ends_in_add(d.kind)) && d.scale == 0.0f) op.d.scale = 1.0f;
+  if ((d.kind == PE_OP_EMBED || d.kind == PE_OP_ROUTER || ends_in_add(d.kind)) && d.scale == 0.0f) op.d.scale = 1.0f;
   const auto buffer = [&](int32_t id) -> Buffer* {
     if (id < 0) return nullptr;
     if (static_cast<size_t>(id) >= buffers_.size()) bad(d, "a buffer id does not exist");
@@ -115,6 +126,8 @@ void Program::resolve(const pe_op& d, Op& op) {
   op.input = buffer(d.input);
   op.output = buffer(d.output);
   op.scratch = buffer(d.scratch);
+  op.routing = buffer(d.routing);
+  op.rows = buffer(d.rows);
   op.weight = tensor(d.weight);
   op.weight2 = tensor(d.weight2);
   op.bias = vector(d.bias, "the bias is not a vector");
@@ -139,6 +152,59 @@ void Program::check_linear(const Op& op, const Packed* w, const Buffer* in, cons
   need(op.d, in->width == w->cols, "the input's width differs from the weight's columns");
 }
 
+// The ops of experts and the router before them.
+void Program::check_moe(Op& op) {
+  const pe_op& d = op.d;
+  need(d, d.experts >= 1 && d.experts <= kMaxExperts && d.top_k >= 1 && d.top_k <= d.experts,
+       "needs experts, and top_k of them");
+  const auto panels_of = [](const Buffer* b) { return (b->width + kPanel - 1) / kPanel; };
+  if (d.kind == PE_OP_ROUTER) {
+    need(d, op.weight && is_packed(op.weight->format) && !is_integer(op.weight->format) && op.weight->rows == d.experts,
+         "needs a float weight of one row per expert");
+    need(d, op.input && !op.input->quantized && op.input->width == op.weight->cols,
+         "needs a float32 input of its width");
+    need(d, op.output && !op.output->quantized && op.output->width == 2 * int64_t{d.top_k},
+         "needs an output of top_k weights and ids");
+    need(d, op.scratch && !op.scratch->quantized && op.scratch->width == d.experts, "needs scratch for the scores");
+    need(d, d.groups >= 1 && d.experts % d.groups == 0 && d.top_groups >= 1 && d.top_groups <= d.groups,
+         "the groups do not divide the experts");
+    need(d, d.top_k <= d.experts / d.groups * d.top_groups, "the top groups have fewer experts than top_k");
+    need(d, d.scoring == PE_SOFTMAX || d.scoring == PE_SIGMOID, "the scoring is unknown");
+    need(d, d.group_score == PE_GROUP_MAX || (d.group_score == PE_GROUP_TOP2_SUM && d.experts / d.groups >= 2),
+         "the score of a group is unknown, or wants two experts in a group");
+    need(d, !op.bias || backend_.tensor(d.bias).view().cols == d.experts, "the selection bias's width differs");
+    op.first_expert = expert_tokens_.size();
+    expert_tokens_.resize(op.first_expert + static_cast<size_t>(d.experts));
+    router_ = &op;
+    return;
+  }
+  need(d,
+       router_ && op.routing && op.routing == router_->output && d.experts == router_->d.experts &&
+           d.top_k == router_->d.top_k,
+       "needs the output of the last router before it");
+  const bool up = d.kind != PE_OP_MOE_DOWN, down = d.kind != PE_OP_MOE_GATE_UP;
+  const Buffer* act = !up ? op.input : down ? op.scratch : op.output;
+  need(d, act && act->per_token == d.top_k, "needs a buffer of top_k rows a token for the activation");
+  need(d, op.rows && !op.rows->quantized && op.rows->per_token == d.top_k, "needs float32 rows, top_k a token");
+  if (up) {
+    check_linear(op, op.weight, op.input, "needs gate and up, and their input");
+    need(d, op.weight->panels == 2 * d.experts * panels_of(act), "gate and up do not fit the activation");
+    need(d, op.rows->width == op.input->width && op.input->per_token == 1, "the rows are not the input's");
+    need(d, down || !act->quantized, "needs a float32 output");
+    op.gathered.quantized = op.input->quantized;
+    op.gathered.width = op.input->width;
+    op.gathered.per_token = d.top_k;
+    shape(op.gathered, max_tokens_);
+    op.rows->bytes = std::max(op.rows->bytes, op.gathered.bytes);
+  }
+  if (down) {
+    check_linear(op, op.weight2, const_cast<Buffer*>(act), "needs down and its input");
+    need(d, op.output && !op.output->quantized && op.output->per_token == 1 && op.output->width == op.rows->width,
+         "needs a float32 output of the rows' width");
+    need(d, op.weight2->panels == d.experts * panels_of(op.output), "down does not fit the output");
+  }
+}
+
 void Program::check(Op& op) {
   const pe_op& d = op.d;
   const auto tensor_cols = [&](int32_t id) { return id < 0 ? int64_t{0} : backend_.tensor(id).view().cols; };
@@ -147,6 +213,10 @@ void Program::check(Op& op) {
     need(d, id < 0 || tensor_cols(id) >= rows16(w), "the bias is shorter than the weight's padded rows");
   };
   const bool two_floats = op.input && op.output && !op.input->quantized && !op.output->quantized;
+  const bool of_experts = d.kind == PE_OP_MOE_GATE_UP || d.kind == PE_OP_MOE_DOWN || d.kind == PE_OP_MOE_FFN_RESIDUAL;
+  for (const Buffer* b : {op.input, op.output, op.scratch, op.routing, op.rows})
+    need(d, !b || b->per_token == 1 || of_experts || d.kind == PE_OP_QUANTIZE || d.kind == PE_OP_TAP,
+         "takes no buffer of several rows a token");
   const auto check_heads = [&] {
     need(d, d.heads >= 1 && d.kv_heads >= 1 && d.heads % d.kv_heads == 0 && d.head_dim >= 1, "heads do not divide");
   };
@@ -200,7 +270,8 @@ void Program::check(Op& op) {
     case PE_OP_NORM_QUANTIZE: check_norm(); [[fallthrough]];
     case PE_OP_QUANTIZE:
       need(d,
-           op.input && op.output && !op.input->quantized && op.output->quantized && op.input->width == op.output->width,
+           op.input && op.output && !op.input->quantized && op.output->quantized &&
+               op.input->width == op.output->width && op.input->per_token == op.output->per_token,
            "needs a float32 input and an int8 output of one width");
       break;
     case PE_OP_LINEAR:
@@ -260,7 +331,15 @@ void Program::check(Op& op) {
       need(d, op.output && !op.output->quantized && op.norm && tensor_cols(d.norm) == op.output->width,
            "the mask's width differs");
       break;
+    case PE_OP_ROUTER:
+    case PE_OP_MOE_GATE_UP:
+    case PE_OP_MOE_DOWN:
+    case PE_OP_MOE_FFN_RESIDUAL: check_moe(op); break;
+    case PE_OP_GATE:
+      need(d, two_floats && op.norm && tensor_cols(d.norm) == op.input->width, "needs a weight of the input's width");
+      break;
     case PE_OP_TAP:
+      need(d, !op.input || op.input->per_token == 1 || router_, "rows of experts need a router before them");
       need(d, op.input && !op.input->quantized && d.head_dim >= 0, "needs a float32 input");
       tap_count_ = std::max(tap_count_, d.head_dim + 1);
       break;
@@ -305,7 +384,8 @@ void Program::check(Op& op) {
       break;
     default: bad(d, "not in this backend");
   }
-  if (d.kind == PE_OP_ACT_MUL || d.kind == PE_OP_ACT || is_ffn(d.kind))
+  if (d.kind == PE_OP_ACT_MUL || d.kind == PE_OP_ACT || is_ffn(d.kind) || d.kind == PE_OP_MOE_GATE_UP ||
+      d.kind == PE_OP_MOE_FFN_RESIDUAL)
     need(d, d.activation >= PE_SILU && d.activation <= PE_RELU, "the activation is unknown");
 }
 
@@ -383,6 +463,12 @@ void Program::check_batch(const pe_batch& b) const {
     if (b.sampling && b.sampled) check_sampling(b.sampling[r]);
   }
   if (b.sampled && !has_sample_) fail(PE_REQUEST, "the program does not sample");
+}
+
+void Program::routing(uint64_t* tokens, int64_t* count, bool reset) {
+  if (count) *count = static_cast<int64_t>(expert_tokens_.size());
+  if (tokens) std::copy(expert_tokens_.begin(), expert_tokens_.end(), tokens);
+  if (reset) std::fill(expert_tokens_.begin(), expert_tokens_.end(), 0);
 }
 
 void Program::times(uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, bool reset) {

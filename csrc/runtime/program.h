@@ -1,6 +1,6 @@
 // A program: ops checked once, one arena, and run() that executes a whole step with the threads inside from the first
-// op to the last. program.cc checks, plan.cc plans; execute.cc holds the ops, attention.cc the attention op, sampler.cc
-// sampling.
+// op to the last. program.cc checks, plan.cc plans; execute.cc holds the ops, attention.cc the attention op, moe.cc
+// those of experts, sampler.cc sampling.
 #pragma once
 
 #include <atomic>
@@ -16,6 +16,7 @@ namespace pe {
 struct Buffer {
   bool quantized = false;
   int64_t width = 0, stride = 0;  // stride in floats, or in bytes of int8
+  int64_t per_token = 1;          // rows; more than one: sorted by expert (moe.cc)
   size_t bytes = 0, offset = 0;
   float* f = nullptr;
   QuantView quant{};
@@ -26,13 +27,14 @@ constexpr bool is_gated_ffn(int32_t kind) { return kind == PE_OP_GATED_FFN || ki
 constexpr bool is_ffn(int32_t kind) { return is_gated_ffn(kind) || kind == PE_OP_FFN || kind == PE_OP_FFN_RESIDUAL; }
 constexpr bool ends_in_add(int32_t kind) {
   return kind == PE_OP_ADD || kind == PE_OP_LINEAR_RESIDUAL || kind == PE_OP_NORM_RESIDUAL ||
-         kind == PE_OP_GATED_FFN_RESIDUAL || kind == PE_OP_FFN_RESIDUAL;
+         kind == PE_OP_GATED_FFN_RESIDUAL || kind == PE_OP_FFN_RESIDUAL || kind == PE_OP_MOE_FFN_RESIDUAL;
 }
 
 // An op with its ids looked up.
 struct Op {
   pe_op d{};
-  Buffer *input = nullptr, *output = nullptr, *scratch = nullptr;
+  Buffer *input = nullptr, *output = nullptr, *scratch = nullptr, *routing = nullptr, *rows = nullptr;
+  Buffer gathered;  // in the memory of `rows`: the input's rows, sorted by expert
   const Packed *weight = nullptr, *weight2 = nullptr;
   const float *bias = nullptr, *bias2 = nullptr, *norm = nullptr, *norm2 = nullptr, *norm_bias = nullptr;
   const RopeTable* rope = nullptr;
@@ -43,6 +45,7 @@ struct Op {
   // Small batches: a norm that only the next op reads is done by every thread for itself, which saves a barrier.
   int32_t own_output = -1, own_input = -1;  // index into own_, in the norm and in the op that reads it
   const Packed* next_weight = nullptr;      // what is read from memory after this op
+  size_t first_expert = 0;                  // of a router, in expert_tokens_
 };
 
 // Tokens of one sequence whose query heads are handled together.
@@ -63,6 +66,7 @@ class Program {
   Program(pe_backend& backend, const pe_program_desc& desc);
   void run(const pe_batch& batch);  // throws Error; PE_CANCELLED when the flag was seen
   void times(uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, bool reset);
+  void routing(uint64_t* tokens, int64_t* count, bool reset);
 
   size_t arena_bytes() const { return arena_.size(); }
   uint64_t barriers() const { return barriers_; }
@@ -72,6 +76,7 @@ class Program {
   // program.cc
   void resolve(const pe_op& d, Op& op);
   void check(Op& op);
+  void check_moe(Op& op);
   void check_linear(const Op& op, const Packed* weight, const Buffer* in, const char* what) const;
   void check_batch(const pe_batch& batch) const;
   void check_sampling(const pe_sampling& p) const;
@@ -81,6 +86,7 @@ class Program {
   void plan();
   void plan_small_batches();
   void plan_scratch();
+  void plan_routing(const Op& op, size_t& wide);
 
   // execute.cc
   void execute(int thread);
@@ -93,9 +99,10 @@ class Program {
   template <class F>
   void share(int64_t count, int64_t grain, int thread, F&& body, bool halving = false);
   template <class Last>
-  void wait_for_all(int thread, const Packed* next, Last&& last);
+  void wait_for_all(int thread, const Packed* next, Last&& last, int64_t panel = 0, int64_t panels = -1);
   void inner_barrier(int thread, const Packed* next = nullptr);
-  void each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread);
+  void each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread,
+                  int64_t per_token = 1);
   void normalize(const Op& op, const float* x, float* y, int64_t width);
   void norm_to(const Op& op, int64_t token, const Buffer& out, int64_t row, int thread);
   void linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
@@ -112,6 +119,7 @@ class Program {
   void act(const Op& op, int64_t token, int thread);
   void mask_columns(const Op& op, int64_t token, int thread);
   void tap(const Op& op, int64_t token, int thread);
+  void gate(const Op& op, int64_t token, int thread);
   void qk_norm(const Op& op, int64_t token, int thread);
   void rope(const Op& op, int64_t token, int thread);
   void kv_append(const Op& op, int64_t token, int thread);
@@ -126,6 +134,15 @@ class Program {
   void lm_head(const Op& op, int thread);
   void sample(const Op& op, int thread);
   void fail_later(pe_status status, const char* format, ...) __attribute__((format(printf, 3, 4)));
+
+  // moe.cc
+  void router(const Op& op, int thread);
+  void route_token(const Op& op, int64_t token, int thread);
+  void finish_routing(const Op& op);
+  void moe_gate_up(const Op& op, const Buffer& act, int thread);
+  void moe_down(const Op& op, const Buffer& act, float factor, int thread);
+  void moe_down_one(const Op& op, const Buffer& act, float factor, int thread);
+  void moe_ffn(const Op& op, int thread);
 
   // attention.cc
   void attention(const Op& op, int thread);
@@ -169,6 +186,14 @@ class Program {
   float* logits_out_ = nullptr;
   int64_t logits_stride_ = 0;
   bool split_ = false;
+
+  // Of the router that ran last. A row is (token, slot): token * top_k + slot.
+  const Op* router_ = nullptr;      // while a program is checked: the one before the op
+  std::vector<int32_t> first_row_;  // [experts + 1]: sorted rows of expert e are first_row_[e] .. first_row_[e + 1] - 1
+  std::vector<int32_t> active_;     // experts with rows, ascending
+  std::vector<int32_t> order_;      // sorted -> row
+  std::vector<int32_t> place_;      // row -> sorted
+  std::vector<uint64_t> expert_tokens_;  // of all routers, since the last reset
   alignas(64) std::atomic<int64_t> counter_{0};
   alignas(64) std::atomic<int32_t> status_{PE_OK};
   char message_[512] = "";
@@ -180,7 +205,7 @@ class Program {
 };
 
 uint64_t now_ns();
-void shape(Buffer& b, int64_t rows);  // plan.cc
+void shape(Buffer& b, int64_t tokens);  // plan.cc
 
 // What `linear` takes of a thread's scratch.
 constexpr size_t unpack_bytes(int64_t padded_cols) {

@@ -141,7 +141,8 @@ inline pe_op make_op(int32_t kind, int32_t input, int32_t output) {
   op.kind = kind;
   op.input = input;
   op.output = output;
-  op.scratch = op.weight = op.weight2 = op.bias = op.bias2 = op.norm = op.norm2 = op.norm_bias = -1;
+  op.scratch = op.routing = op.rows = op.weight = op.weight2 = op.bias = op.bias2 = -1;
+  op.norm = op.norm2 = op.norm_bias = -1;
   op.rope = op.kv_group = op.kv_layer = op.layer = -1;
   op.eps = 1e-6f;
   return op;

@@ -51,6 +51,8 @@ def test_enums_of_the_extension_are_those_of_the_header(c: Client) -> None:
         _core.Norm: "PE_",
         _core.KvDtype: "PE_KV_",
         _core.Limit: "PE_LIMIT_",
+        _core.Scoring: "PE_",
+        _core.GroupScore: "PE_GROUP_",
     }
     for enum, prefix in prefixes.items():
         for name, member in enum.__members__.items():

@@ -12,6 +12,7 @@ using namespace pe;
 // clang-format off
 #include "cpu/kernels/math-inl.h"
 #include "cpu/kernels/rows-inl.h"
+#include "cpu/kernels/router-inl.h"
 #include "cpu/kernels/linear-inl.h"
 #include "cpu/kernels/dequantize-inl.h"
 #ifdef PE_TILES
@@ -23,12 +24,12 @@ using namespace pe;
 #include "cpu/kernels/probe-inl.h"
 // clang-format on
 
-#define PE_KERNEL_TABLE(symbol)                                                                                      \
-  namespace pe {                                                                                                     \
-  extern const KernelTable symbol;                                                                                   \
-  constexpr KernelTable kTable_##symbol = {simd::kName, rms_norm,    layer_norm, quantize,   linear,     dequantize, \
-                                           ::add,       act_mul,     act,        softcap,    rope,       store_k,    \
-                                           store_v,     attention_q, attention,  ::merge,    divide,     gather_row, \
-                                           argmax,      sum_exp,     pack_panel, probe_read, probe_int8, probe_f32}; \
-  const KernelTable symbol = kTable_##symbol;                                                                        \
+#define PE_KERNEL_TABLE(symbol)                                                                               \
+  namespace pe {                                                                                              \
+  extern const KernelTable symbol;                                                                            \
+  constexpr KernelTable kTable_##symbol = {                                                                   \
+      simd::kName, rms_norm,   layer_norm, quantize, linear,     dequantize, ::add,       act_mul,   act,     \
+      softcap,     gate,       route,      rope,     store_k,    store_v,    attention_q, attention, ::merge, \
+      divide,      gather_row, argmax,     sum_exp,  pack_panel, probe_read, probe_int8,  probe_f32};         \
+  const KernelTable symbol = kTable_##symbol;                                                                 \
   }
