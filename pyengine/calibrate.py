@@ -7,7 +7,7 @@ error of column k of the matrix (docs/packed_formats.md).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +15,18 @@ import numpy.typing as npt
 from pyengine import rope
 from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
 from pyengine.checkpoint import Checkpoint
-from pyengine.decoder import Hooks, KvLayout, build_layer
+from pyengine.decoder import Hooks, KvLayout, build_expert, build_layer
 from pyengine.quantize import PackedFormat
 from pyengine.reference import normalize
-from pyengine.spec import LayerSpec, ModelSpec
+from pyengine.spec import LayerSpec, ModelSpec, MoESpec
 from pyengine.tensors import CanonicalTensors
-from pyengine.weights import Importance, Packer, Raw, TensorDesc, pack_layer
+from pyengine.weights import NONE, Importance, LayerWeights, Packer, Raw, TensorDesc, pack_expert, pack_layer, padded
 
 CALIBRATION_TOKENS = 512
-TAP_OF = {"qkv": "attn_norm", "o": "attention", "gate_up": "ffn_norm", "down": "act"}
+FEW = 16  # tokens of an expert that tell too little of its channels
+ATTENTION_TAPS = {"qkv": "attn_norm", "o": "attention"}
+TAP_OF = {**ATTENTION_TAPS, "gate_up": "ffn_norm", "down": "act"}
+SHARED_TAPS = {"shared_gate_up": "ffn_norm", "shared_down": "shared_act"}
 
 Float32 = npt.NDArray[np.float32]
 
@@ -69,6 +72,20 @@ class ReusingPacker(Packer):
         self.idle.clear()
 
 
+class Routed(NamedTuple):
+    """What a layer's experts read: x [T, K], routing [T, weights and ids of top_k]; the importance over all of x."""
+
+    x: Float32
+    routing: Float32
+    everyone: Float32
+
+
+def stored_format(raw: Raw) -> PackedFormat:
+    """BF16 where every matrix is stored so, else float32."""
+    stored = all(raw[name].dtype == np.uint16 for name in raw if name.endswith("_proj.weight"))
+    return PackedFormat(Format.BF16 if stored else Format.F32)
+
+
 class Calibrator:
     """Carries the hidden state of the calibration text through the layers; call it with each layer in order."""
 
@@ -85,6 +102,7 @@ class Calibrator:
         self.backend = Backend(threads, isa)
         self.packer = ReusingPacker(self.backend, self.source)
         self.taps: list[Float32] = []
+        self.routed: Routed | None = None  # of the layer whose experts come now
         self.tokens = len(ids)
         blocks = -(-self.tokens // KV_BLOCK)
         self.table = np.arange(blocks, dtype=np.int32).reshape(1, blocks)
@@ -102,11 +120,16 @@ class Calibrator:
         return KvLayout(((self.groups[shape], 0),) * (layer.index + 1), self.ropes)
 
     def __call__(self, layer: LayerSpec, raw: Raw) -> Importance:
-        """Run the layer on the hidden state; returns the importance of its four matrices' input channels."""
-        stored = all(raw[name].dtype == np.uint16 for name in raw if name.endswith("_proj.weight"))
-        fmt = PackedFormat(Format.BF16 if stored else Format.F32)
-        weights = pack_layer(self.packer, layer, raw, fmt, {})
-        names = (*TAP_OF.values(), "hidden")
+        """Run the layer on the hidden state; returns the importance of its matrices' input channels.
+
+        Of a layer with experts all but them runs; `expert` is then called with each of them.
+        """
+        weights = pack_layer(self.packer, layer, raw, stored_format(raw), {}, experts=False)
+        taps = TAP_OF
+        if isinstance(layer.ffn, MoESpec):
+            taps = {**ATTENTION_TAPS, "experts": "ffn_norm", "routing": "routing"}
+            taps |= SHARED_TAPS if layer.ffn.shared is not None else {}
+        names = (*dict.fromkeys(taps.values()), "hidden")
         hooks = Hooks(taps=tuple((layer.index, name) for name in names))
         built = build_layer(self.backend, self.spec, layer, weights, self._layout(layer), hooks, self.tokens)
         if [tap.shape[1] for tap in self.taps] != built.tap_widths:
@@ -118,8 +141,39 @@ class Calibrator:
         built.program.run(empty, positions, ends, tables, empty, None, None, self.hidden, self.taps, None, True)
         self.packer.finish_layer()
         self.hidden, self.taps[-1] = self.taps[-1], self.hidden  # the next layer's input, and where its output goes
-        seen = dict(zip(names, self.taps, strict=True))
-        return {matrix: mean_square(seen[tap]) for matrix, tap in TAP_OF.items()}
+        seen = dict(zip(names[:-1], self.taps[:-1], strict=True))
+        if isinstance(layer.ffn, MoESpec):
+            self.routed = Routed(seen["ffn_norm"], seen["routing"], mean_square(seen["ffn_norm"]))
+            taps = {matrix: tap for matrix, tap in taps.items() if matrix not in ("experts", "routing")}
+        return {matrix: mean_square(seen[tap]) for matrix, tap in taps.items()}
+
+    def expert(self, layer: LayerSpec, index: int, raw: Raw) -> Importance:
+        """Run one expert on its tokens and add what it gives to the hidden state; the importance of its matrices.
+
+        Of fewer than FEW tokens: what all tokens put into gate and up counts, because those channels mean the same to
+        every expert; into down none more than another, because neurons of other experts are other neurons.
+        """
+        assert isinstance(layer.ffn, MoESpec)
+        assert self.routed is not None
+        spec, seen, top_k = layer.ffn.expert, self.routed, layer.ffn.router.top_k
+        tokens, slots = np.nonzero(seen.routing[:, top_k:] == index)
+        x, few = np.ascontiguousarray(seen.x[tokens]), len(tokens) < FEW
+        importance = {"gate_up": seen.everyone if few else mean_square(x)}
+        if not len(tokens):
+            return importance
+        fmt, inter, hidden = stored_format(raw), padded(spec.intermediate_size), self.spec.hidden_size
+        w = LayerWeights(NONE, NONE, self.packer.create(fmt, 2 * inter, hidden), NONE)
+        w.down = self.packer.create(fmt, hidden, spec.intermediate_size)
+        pack_expert(self.packer, layer, w, 0, raw, {})
+        built = build_expert(self.backend, self.spec, spec, w.gate_up, w.down, len(tokens))
+        act, result = (np.empty((len(tokens), width), np.float32) for width in built.tap_widths)
+        positions, empty = np.arange(len(tokens), dtype=np.int32), np.empty(0, np.int32)
+        ends = np.array([0, len(tokens)], np.int32)
+        built.program.run(empty, positions, ends, [], empty, None, None, x, [act, result], None, True)
+        self.packer.finish_layer()
+        weights = seen.routing[tokens, slots] * np.float32(self.spec.residual_scale)
+        self.hidden[tokens] += weights[:, None] * result
+        return importance if few else {**importance, "down": mean_square(act)}
 
     def head_importance(self) -> Float32:
         """The same for lm_head, after the last layer: the input is the final norm's output."""

@@ -97,16 +97,17 @@ class Checkpoint:
     def read_range(self, name: str, begin: int, end: int) -> npt.NDArray[Any]:
         """Rows begin .. end - 1 of a matrix [N, K], as stored (see read): [end - begin, K].
 
+        Of a stack of matrices [E, N, K] the rows of all are counted on: 0 .. E N.
         Errors: as read; RequestError for a tensor that is no matrix and for rows outside 0 .. N.
         """
         info = self._info(name)
-        if len(info.shape) != 2 or not 0 <= begin <= end <= info.shape[0]:
+        if len(info.shape) not in (2, 3) or not 0 <= begin <= end <= math.prod(info.shape[:-1]):
             found = f"rows {begin} to {end} of {list(info.shape)}"
             raise RequestError(f"{info.file}: tensor {shown(name)}: {found}; expected rows of a matrix")
         dtype = READABLE[info.dtype]
-        out = _allocate(info, (end - begin, info.shape[1]), dtype)
+        out = _allocate(info, (end - begin, info.shape[-1]), dtype)
         if out.size:
-            offset = info.begin + begin * info.shape[1] * dtype.itemsize
+            offset = info.begin + begin * info.shape[-1] * dtype.itemsize
             self._files[info.file].read_into(out.reshape(-1).view(np.uint8).data, offset)
         return out
 

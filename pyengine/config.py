@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelNotFoundError, UnsupportedModelError
 from pyengine.families import FAMILIES, Family
@@ -203,7 +204,8 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
         raise config.unsupported(
             "scale_attn_weights", False, "true: scores divided by the root of the head's dimensions"
         )
-    ffn = _ffn(config, family, mlp_bias or family.ffn_bias, warnings)
+    dense = _ffn(config, family, mlp_bias or family.ffn_bias, warnings)
+    ffns = [dense] * count if family.experts is None else ffn_specs(config, family.experts, dense, count)
     ropes = ropes_by_layer_type(config, head_dim, family.rope)
     rotated = _rotated_layers(config, family, count)
     scale = _multiplier(config, family, "attention_multiplier", head_dim**-0.5)
@@ -229,7 +231,7 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
                 window=window,
                 softcap=softcap,
             ),
-            ffn,
+            ffns[index],
             family.norm_before,
             family.norm_after,
         )
@@ -269,7 +271,9 @@ def _head_dim(config: ConfigValues, heads: int, *, rotates: bool) -> int:
 
 def _attention_bias(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[bool, bool]:
     """Whether q/k/v and o have a bias."""
-    key = config.flag("attention_bias", bool(family.qkv_bias))
+    key = config.flag("qkv_bias" if "qkv_bias" in family.keys else "attention_bias", bool(family.qkv_bias))
+    if "qkv_bias" in family.keys and not key:
+        raise config.unsupported("qkv_bias", key, f"true for {family.name}")
     if family.qkv_bias is None:
         return key, key if family.o_bias is None else family.o_bias
     if key and not family.qkv_bias:
@@ -307,6 +311,10 @@ def _windows(config: ConfigValues, family: Family, types: list[str]) -> list[int
         if window is not None or switched:
             key = "sliding_window" if window is not None else "use_sliding_window"
             raise config.unsupported(key, config.values[key], f"null or false for {family.name}")
+    elif family.window == "off":
+        if switched:
+            raise config.unsupported("use_sliding_window", True, f"false for {family.name}")
+        window = None
     elif family.window == "switched" and not switched:
         window = None
     if window is None and given and "sliding_attention" in types:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from pyengine._core import Activation, Backend, Format, Norm, OpKind, Program, Stage
-from pyengine.errors import RequestError
+from pyengine._core import Activation, Backend, Format, GroupScore, Norm, OpKind, Program, Scoring, Stage
+from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.fuse import fuse
-from pyengine.spec import LayerSpec, ModelSpec, RopeSpec
+from pyengine.spec import FFNSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec, RouterSpec
 from pyengine.weights import NONE, LayerWeights, ModelWeights, QkvLayout, padded
 
 Op = dict[str, Any]  # the fields of pe_op (csrc/include/pyengine.h)
@@ -28,6 +28,8 @@ ACTIVATIONS = {
     "gelu_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
 }
+SCORINGS = {"softmax": Scoring.SOFTMAX, "sigmoid": Scoring.SIGMOID}
+GROUP_SCORES = {"max": GroupScore.MAX, "top2_sum": GroupScore.TOP2_SUM}
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,17 @@ class Builder:
         self.layout = layout
         self.hooks = hooks
         self.ops: list[Op] = []
-        self.buffers: list[tuple[bool, int]] = []
-        self.names: dict[tuple[str, bool, int], int] = {}
+        self.buffers: list[tuple[bool, int, int]] = []  # int8 or not, width, rows of a token
+        self.names: dict[tuple[str, bool, int, int], int] = {}
         self.masks: list[int] = []
         self.tap_widths: list[int] = []
 
-    def buffer(self, name: str, width: int, quantized: bool = False) -> int:
-        key = (name, quantized, width)
+    def buffer(self, name: str, width: int, quantized: bool = False, rows: int = 1) -> int:
+        """rows: of each token."""
+        key = (name, quantized, width, rows)
         if key not in self.names:
             self.names[key] = len(self.buffers)
-            self.buffers.append((quantized, width))
+            self.buffers.append((quantized, width, rows))
         return self.names[key]
 
     def emit(self, kind: OpKind, stage: Stage, layer: int, **fields: Any) -> None:
@@ -101,7 +104,8 @@ class Builder:
         """The buffer a matrix reads: `source` itself for float weights, its int8 form otherwise."""
         if not self.integer:
             return source
-        out = self.buffer(name, self.buffers[source][1], quantized=True)
+        _, width, rows = self.buffers[source]
+        out = self.buffer(name, width, quantized=True, rows=rows)
         self.emit(OpKind.QUANTIZE, stage, layer, input=source, output=out)
         return out
 
@@ -111,7 +115,7 @@ class Builder:
         index = self.hooks.taps.index((layer, name))
         while len(self.tap_widths) < len(self.hooks.taps):
             self.tap_widths.append(0)
-        self.tap_widths[index] = self.buffers[source][1]
+        self.tap_widths[index] = self.buffers[source][1] * self.buffers[source][2]
         self.emit(OpKind.TAP, stage, layer, input=source, head_dim=index)
 
     def mask(self, layer: int, buffer: int, width: int) -> None:
@@ -124,6 +128,85 @@ class Builder:
         self.masks.append(tensor)
         self.backend.tensor_pack(tensor, keep, 0, 1, None)
         self.emit(OpKind.MASK_COLUMNS, Stage.FFN, layer, output=buffer, norm=tensor)
+
+
+def emit_ffn(
+    b: Builder,
+    i: int,
+    f: FFNSpec,
+    f_in: int,
+    gate_up: int,
+    down: int,
+    gate_up_bias: int = NONE,
+    down_bias: int = NONE,
+    act_tap: str = "act",
+) -> int:
+    """An FFN of what `f_in` holds; the buffer of its result. gate_up: up alone where there is no gate."""
+    inter = f.intermediate_size
+    first = b.buffer("gate_up", 2 * padded(inter)) if f.gated else b.buffer("up", inter)
+    act, branch = b.buffer("act", inter), b.buffer("branch", b.spec.hidden_size)
+    b.emit(OpKind.LINEAR, Stage.FFN, i, input=f_in, output=first, weight=gate_up, bias=gate_up_bias)
+    kind = OpKind.ACT_MUL if f.gated else OpKind.ACT
+    b.emit(kind, Stage.FFN, i, input=first, output=act, activation=int(ACTIVATIONS[f.activation]))
+    b.mask(i, act, inter)
+    b.tap(i, act_tap, act, Stage.FFN)
+    d_in = b.quantized(act, "act", Stage.FFN, i)
+    b.emit(OpKind.LINEAR, Stage.FFN, i, input=d_in, output=branch, weight=down, bias=down_bias)
+    return branch
+
+
+def router_fields(router: RouterSpec) -> dict[str, Any]:
+    """The fields of a ROUTER op. RequestError for a scoring or group score that is not there."""
+    if router.scoring not in SCORINGS or router.group_score not in GROUP_SCORES:
+        raise RequestError(
+            f"scoring {router.scoring!r}, group_score {router.group_score!r}; expected one of {', '.join(SCORINGS)} "
+            f"and of {', '.join(GROUP_SCORES)}"
+        )
+    return {
+        "experts": router.num_experts,
+        "top_k": router.top_k,
+        "groups": router.groups,
+        "top_groups": router.top_groups,
+        "scoring": int(SCORINGS[router.scoring]),
+        "group_score": int(GROUP_SCORES[router.group_score]),
+        "normalise": int(router.normalise),
+        "eps": router.eps,
+        "scale": router.scale,
+    }
+
+
+def emit_moe(b: Builder, layer: LayerSpec, f: MoESpec, w: LayerWeights, norm: int, x: int) -> None:
+    """x += sum over a token's experts of weight * expert(norm); x += shared expert(norm), times its gate.
+
+    Calibration runs it without the experts, which it has one by one.
+    """
+    i, r, hidden = layer.index, f.router, b.spec.hidden_size
+    if layer.norm_after:
+        raise UnsupportedModelError(f"layer {i}: a norm after experts; expected none")
+    routing, scores = b.buffer("routing", 2 * r.top_k), b.buffer("scores", r.num_experts)
+    ids = {"weight": w.router, "bias": w.router_bias}
+    b.emit(OpKind.ROUTER, Stage.ROUTER, i, input=norm, output=routing, scratch=scores, **ids, **router_fields(r))
+    b.tap(i, "routing", routing, Stage.ROUTER)
+    f_in = b.quantized(norm, "norm", Stage.NORM, i)
+    if w.gate_up != NONE:
+        act, rows = (
+            b.buffer("experts_act", f.expert.intermediate_size, rows=r.top_k),
+            b.buffer("rows", hidden, rows=r.top_k),
+        )
+        common = {"experts": r.num_experts, "top_k": r.top_k, "routing": routing, "rows": rows}
+        branch, activation = b.buffer("branch", hidden), int(ACTIVATIONS[f.expert.activation])
+        b.emit(
+            OpKind.MOE_GATE_UP, Stage.FFN, i, input=f_in, output=act, weight=w.gate_up, activation=activation, **common
+        )
+        b.tap(i, "act", act, Stage.FFN)
+        d_in = b.quantized(act, "experts_act", Stage.FFN, i)
+        b.emit(OpKind.MOE_DOWN, Stage.FFN, i, input=d_in, output=branch, weight2=w.down, **common)
+        b.leave(layer, branch, x, NONE, NONE, Stage.FFN)
+    if f.shared is not None:
+        branch = emit_ffn(b, i, f.shared, f_in, w.shared_gate_up, w.shared_down, act_tap="shared_act")
+        if f.shared_gate:
+            b.emit(OpKind.GATE, Stage.FFN, i, input=norm, output=branch, norm=w.shared_gate)
+        b.leave(layer, branch, x, NONE, NONE, Stage.FFN)
 
 
 def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
@@ -154,21 +237,14 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
     b.leave(layer, branch, x, w.attn_post_norm, w.attn_post_norm_bias, Stage.ATTENTION)
 
     if i not in b.hooks.ffn_skip:
-        inter = f.intermediate_size
-        first = b.buffer("gate_up", 2 * padded(inter)) if f.gated else b.buffer("up", inter)
-        act = b.buffer("act", inter)
         norm = b.enter(layer, x, w.ffn_norm, w.ffn_norm_bias)
         b.tap(i, "ffn_norm", norm, Stage.NORM)
-        f_in = b.quantized(norm, "norm", Stage.NORM, i)
-        b.emit(OpKind.LINEAR, Stage.FFN, i, input=f_in, output=first, weight=w.gate_up, bias=w.gate_up_bias)
-        activation = int(ACTIVATIONS[f.activation])
-        kind = OpKind.ACT_MUL if f.gated else OpKind.ACT
-        b.emit(kind, Stage.FFN, i, input=first, output=act, activation=activation)
-        b.mask(i, act, inter)
-        b.tap(i, "act", act, Stage.FFN)
-        d_in = b.quantized(act, "act", Stage.FFN, i)
-        b.emit(OpKind.LINEAR, Stage.FFN, i, input=d_in, output=branch, weight=w.down, bias=w.down_bias)
-        b.leave(layer, branch, x, w.ffn_post_norm, w.ffn_post_norm_bias, Stage.FFN)
+        if isinstance(f, MoESpec):
+            emit_moe(b, layer, f, w, norm, x)
+        else:
+            f_in = b.quantized(norm, "norm", Stage.NORM, i)
+            branch = emit_ffn(b, i, f, f_in, w.gate_up, w.down, w.gate_up_bias, w.down_bias)
+            b.leave(layer, branch, x, w.ffn_post_norm, w.ffn_post_norm_bias, Stage.FFN)
     b.tap(i, "hidden", x, Stage.FFN)
 
 
@@ -184,23 +260,34 @@ class BuiltProgram:
     max_sequences: int
 
 
+def taps_of(layer: LayerSpec) -> tuple[str, ...]:
+    """Names of what a program can show of a layer. "act" of experts is [T, top_k * intermediate], by slot."""
+    f = layer.ffn
+    shared = isinstance(f, MoESpec) and f.shared is not None
+    return TAPS + (("routing",) if isinstance(f, MoESpec) else ()) + (("shared_act",) if shared else ())
+
+
 def check_hooks(spec: ModelSpec, hooks: Hooks) -> None:
     """RequestError for a layer, tap or neuron that is not there, or a tap named twice."""
     layers = range(spec.num_layers)
     if len(set(hooks.taps)) < len(hooks.taps):
         raise RequestError(f"taps {hooks.taps!r}; expected each once")
     for layer, name in hooks.taps:
-        if layer not in layers or name not in TAPS:
+        names = taps_of(spec.layers[layer]) if layer in layers else TAPS
+        if layer not in layers or name not in names:
             raise RequestError(
-                f"tap {name!r} of layer {layer}; expected layers 0 to {len(layers) - 1}, {', '.join(TAPS)}"
+                f"tap {name!r} of layer {layer}; expected layers 0 to {len(layers) - 1}, {', '.join(names)}"
             )
-        if layer in hooks.ffn_skip and name in ("ffn_norm", "act"):
+        if layer in hooks.ffn_skip and name in ("ffn_norm", "act", "routing", "shared_act"):
             raise RequestError(f"tap {name!r} of layer {layer}, whose FFN is skipped; expected one that exists")
     for layer in [*hooks.ffn_skip, *hooks.neuron_mask]:
         if layer not in layers:
             raise RequestError(f"layer {layer}; expected 0 to {len(layers) - 1}")
     for layer, neurons in hooks.neuron_mask.items():
-        size = spec.layers[layer].ffn.intermediate_size
+        ffn = spec.layers[layer].ffn
+        if isinstance(ffn, MoESpec):
+            raise RequestError(f"neurons of layer {layer}, which has experts; expected a layer of one FFN")
+        size = ffn.intermediate_size
         bad = [n for n in neurons if not isinstance(n, (int, np.integer)) or not 0 <= n < size]
         if bad:
             raise RequestError(f"neuron {bad[0]} of layer {layer}; expected 0 to {size - 1}")
@@ -242,6 +329,15 @@ def build_layer(
     x = b.buffer("x", spec.hidden_size)
     b.emit(OpKind.LOAD_HIDDEN, Stage.EMBED, layer.index, output=x)
     emit_layer(b, layer, w, x)
+    return finish(b, fused=True, timed=False, max_batch_tokens=tokens, max_sequences=1)
+
+
+def build_expert(backend: Backend, spec: ModelSpec, f: FFNSpec, gate_up: int, down: int, tokens: int) -> BuiltProgram:
+    """One expert alone, from what it reads, given in the batch; float weights. Taps: its "act" and its result."""
+    b = Builder(backend, spec, False, KvLayout((), {}), Hooks(taps=((0, "act"), (0, "hidden"))))
+    x = b.buffer("x", spec.hidden_size)
+    b.emit(OpKind.LOAD_HIDDEN, Stage.EMBED, 0, output=x)
+    b.tap(0, "hidden", emit_ffn(b, 0, f, x, gate_up, down), Stage.FFN)
     return finish(b, fused=True, timed=False, max_batch_tokens=tokens, max_sequences=1)
 
 

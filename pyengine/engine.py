@@ -27,6 +27,7 @@ from pyengine.errors import RequestError, ResourceError, TokenizerError, Unsuppo
 from pyengine.generate import GenerationResult, GenerationStream
 from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
+from pyengine.routing import RoutingCounts, UInt64, by_layer
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import ModelSpec, RopeSpec
 from pyengine.tensors import check_tensors
@@ -132,6 +133,7 @@ class Engine:
         self.pool = KvPool(self.backend, self.spec, self.kv_dtype)
         self.ropes = RopeTables(self.backend, self.spec)
         self.program = self.build()
+        self.routed = RoutingCounts(self.program.program)
         self.load_ms = (time.perf_counter() - started) * 1e3
 
     # ---- loading ------------------------------------------------------------------------------------------------
@@ -341,10 +343,17 @@ class Engine:
     def _time_for(self, stream: GenerationStream | None) -> None:
         """From here on the timers count for `stream`; what they counted goes to whom it belongs. Under the lock."""
         ops_ns, _, _ = self.program.program.times(True)
+        routed = self.routed.take()
         before = self._timed()
         if before is not None:
-            before.add_times(self.program.ops, ops_ns)
+            before.add_times(self.program.ops, ops_ns, routed)
         self._timed = nobody if stream is None else weakref.ref(stream)  # a dropped stream must be free to go
+
+    def routing(self) -> dict[int, UInt64]:
+        """Layer -> tokens its experts had since loading, drafts included: uint64 [experts]; {} without experts."""
+        with self._running():
+            self._time_for(None)
+            return by_layer(self.spec, self.routed.total)
 
     def close(self) -> None:
         """Give the memory back. Calls after this are RequestErrors; closing twice is not."""
@@ -353,7 +362,7 @@ class Engine:
                 return
             self._time_for(None)
             self._closed = True
-            del self.program, self.pool, self.ropes, self.weights, self.backend
+            del self.routed, self.program, self.pool, self.ropes, self.weights, self.backend
 
     def __enter__(self) -> Engine:
         return self

@@ -43,6 +43,25 @@ class RopeForm:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How a family's config.json describes its mixture of experts. Defaults are Mixtral's."""
+
+    count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")  # the first that is there
+    size_key: str = "intermediate_size"  # of one expert
+    normalise: bool | None = True  # None: the key norm_topk_prob decides, false where it is absent
+    shared_size_key: str | None = None  # width of the shared expert
+    shared_count_key: str | None = None  # or how many experts wide it is
+    shared_gate: bool = False
+    steps: bool = False  # decoder_sparse_step and mlp_only_layers say which layers have experts
+    first_dense_key: str | None = None  # how many layers before the first with experts
+    method: str = "softmax"  # of config_moe.METHODS
+    methods: tuple[str, ...] = ("softmax",)
+    method_key: str | None = None
+    scoring_key: str | None = None
+    scaled: bool = False  # by routed_scaling_factor
+
+
+@dataclass(frozen=True)
 class Family:
     """What config.py needs to know of a family. Defaults are Llama's."""
 
@@ -56,7 +75,8 @@ class Family:
     norm_eps_key: str = "rms_norm_eps"
     norm_before: bool = True  # as in LayerSpec
     norm_after: bool = False
-    window: str = "none"  # "key": sliding_window alone; "switched": by use_sliding_window, per layer; "pattern": ...
+    # "key": sliding_window alone; "switched": by use_sliding_window, per layer; "off": it must be off; "pattern": ...
+    window: str = "none"
     full_every: int = 0  # ... in all layers but every n-th, where layer_types says nothing
     act_key: str = "hidden_act"
     gated: bool = True  # as in FFNSpec
@@ -71,9 +91,15 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)  # usual config key -> this family's name of it
     texts: tuple[str, ...] = ()  # a model of several parts: families its decoder, under text_config, may be of
     rope: RopeForm = field(default_factory=RopeForm)
+    experts: Experts | None = None
     models: str = ""  # of this family, for README's table
 
 
+_MOE_KEYS = (
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
+)  # fmt: skip
+_QWEN_EXPERTS = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None, steps=True)
 # Norms after a branch: the canonical names are GLM-4's, because Llama's norm before the FFN has the shorter one.
 _AFTER = {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 _QWEN = {
@@ -150,6 +176,70 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", "qwen3", models="Qwen3 (dense)", qk_norm="head", window="switched", defaults={**_QWEN, "head_dim": 128}
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        "mixtral",
+        qkv_bias=False,
+        window="key",
+        norm=NormSpec(1e-5),
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        names=Names(
+            renames={
+                "mlp.gate": "block_sparse_moe.gate",
+                "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
+                "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
+                "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
+            }
+        ),
+        keys=_MOE_KEYS,
+        experts=Experts(),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        "qwen2_moe",
+        qkv_bias=True,
+        window="off",
+        defaults={
+            **_QWEN,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        keys=(*_MOE_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
+        experts=replace(_QWEN_EXPERTS, shared_size_key="shared_expert_intermediate_size", shared_gate=True),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        "qwen3_moe",
+        qk_norm="head",
+        window="off",
+        defaults={
+            **_QWEN,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        keys=_MOE_KEYS,
+        experts=_QWEN_EXPERTS,
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        "olmoe",
+        qk_norm="whole",
+        norm=NormSpec(1e-5),
+        defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+        keys=_MOE_KEYS,
+        experts=Experts(("num_experts", "num_local_experts"), normalise=None),
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",

@@ -19,6 +19,7 @@ from pyengine import __version__
 from pyengine._core import Stage
 from pyengine.errors import ComputeError, RequestError, ResourceError
 from pyengine.kv_cache import Sequence as KvSequence
+from pyengine.routing import record as routing_record
 from pyengine.sampling import SamplingParams
 from pyengine.speculate import NgramDrafter
 from pyengine.tokenizer import StopMatcher
@@ -45,7 +46,9 @@ class GenerationResult:
     """The fields of `generate --json`; str() is the text. Times in ms, shares 0..1, None where nothing was decoded.
 
     speculation: tokens that were drafted and those of them that the model agreed with; None, and not in the JSON, where
-    it was not asked for.
+    it was not asked for. routing: of a model with experts, else None and not in the JSON: `top_k`, and `layers` with
+    `layer`, `tokens_per_expert` (prompt included) and their `entropy` in nats, from 0 (one expert has all) to
+    ln(experts).
     """
 
     text: str
@@ -69,6 +72,7 @@ class GenerationResult:
     weight_bytes_per_token: int
     peak_rss_bytes: int
     speculation: dict[str, int] | None = None
+    routing: dict[str, Any] | None = None
     logprobs: list[float] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -78,8 +82,9 @@ class GenerationResult:
         """The JSON object; `logprobs` is for Python alone."""
         record = asdict(self)
         del record["logprobs"]
-        if self.speculation is None:
-            del record["speculation"]
+        for name in ("speculation", "routing"):
+            if record[name] is None:
+                del record[name]
         return record
 
 
@@ -120,6 +125,7 @@ class GenerationStream:
         self.drafter: NgramDrafter | None = None
         self.drafted = self.drafts_accepted = 0
         self.stage_ns = np.zeros(len(STAGES), np.int64)
+        self.routed = np.zeros_like(engine.routed.total)
         self.decoder = engine.tokenizer.stream() if engine.tokenizer is not None else None
         if params.stop and self.decoder is None:
             raise RequestError("stop strings need a tokenizer; expected a model folder with tokenizer.json")
@@ -195,12 +201,14 @@ class GenerationStream:
         if self.params.speculate is not None:
             self.drafter = NgramDrafter(self.prompt)
         with self.engine._running():
+            self.engine.routed.take()  # what others computed before
             for at in range(0, len(self.prompt), MAX_BATCH_TOKENS):
                 part = self.prompt[at : at + MAX_BATCH_TOKENS]
                 last = at + len(part) == len(self.prompt)
                 if not last:
                     self.engine.forward([(self.sequence, part)], cancel=self.cancel)
             chosen = self._step(part)
+            self.routed += self.engine.routed.take()
         self.prompt_ms = (time.perf_counter() - started) * 1e3
         return chosen
 
@@ -298,8 +306,11 @@ class GenerationStream:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def add_times(self, ops: list[dict[str, Any]], ops_ns: npt.NDArray[np.uint64]) -> None:
-        """Count nanoseconds per op of decode steps of this stream: [len(ops)]."""
+    def add_times(
+        self, ops: list[dict[str, Any]], ops_ns: npt.NDArray[np.uint64], routed: npt.NDArray[np.uint64]
+    ) -> None:
+        """Count decode steps of this stream: nanoseconds per op [len(ops)], tokens per expert of all routers."""
+        self.routed += routed
         stages = [op["stage"] for op in ops]
         self.stage_ns += np.bincount(stages, weights=ops_ns, minlength=len(STAGES)).astype(np.int64)
 
@@ -311,6 +322,7 @@ class GenerationStream:
             self.sequence.close()
             if engine._timed() is self:
                 engine._time_for(None)
+            routing = routing_record(engine.spec, self.routed)
         breakdown, share = None, None
         if predicted and self.predicted_ms:
             stage_ms = self.stage_ns / (1e6 * predicted)
@@ -356,5 +368,6 @@ class GenerationStream:
             speculation=(
                 None if self.params.speculate is None else {"drafted": self.drafted, "accepted": self.drafts_accepted}
             ),
+            routing=routing,
             logprobs=self.logprobs,
         )

@@ -11,36 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import Format, GroupScore, OpKind, Scoring
-from pyengine.decoder import ACTIVATIONS
+from pyengine._core import Format, OpKind
+from pyengine.decoder import ACTIVATIONS, router_fields
 from pyengine.errors import RequestError
 from pyengine.kernel_program import Array, Bench, Float32, matrix, values
 from pyengine.quantize import PackedFormat, choose
 from pyengine.spec import RouterSpec
 from pyengine.weights import padded
-
-SCORINGS = {"softmax": Scoring.SOFTMAX, "sigmoid": Scoring.SIGMOID}
-GROUP_SCORES = {"max": GroupScore.MAX, "top2_sum": GroupScore.TOP2_SUM}
-
-
-def router_fields(router: RouterSpec) -> dict[str, Any]:
-    """The fields of a ROUTER op. RequestError for a scoring or group score that is not there."""
-    if router.scoring not in SCORINGS or router.group_score not in GROUP_SCORES:
-        raise RequestError(
-            f"scoring {router.scoring!r}, group_score {router.group_score!r}; expected one of {', '.join(SCORINGS)} "
-            f"and of {', '.join(GROUP_SCORES)}"
-        )
-    return {
-        "experts": router.num_experts,
-        "top_k": router.top_k,
-        "groups": router.groups,
-        "top_groups": router.top_groups,
-        "scoring": int(SCORINGS[router.scoring]),
-        "group_score": int(GROUP_SCORES[router.group_score]),
-        "normalise": int(router.normalise),
-        "eps": router.eps,
-        "scale": router.scale,
-    }
 
 
 def _router(b: Bench, x: int, weight: Array, router: RouterSpec, bias: Any) -> int:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pyengine import rope
+from pyengine import reference_moe, rope
 from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError
-from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, NormSpec
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, MoESpec, NormSpec
 from pyengine.tensors import CanonicalTensors, check_tensors
 
 Array = NDArray[Any]
@@ -258,7 +258,10 @@ class ReferenceModel:
             if not 0 <= index < self.spec.num_layers:
                 raise RequestError(f"layer {index}: expected 0 to {self.spec.num_layers - 1}")
         for index, neurons in neuron_mask.items():
-            size = self.spec.layers[index].ffn.intermediate_size
+            ffn = self.spec.layers[index].ffn
+            if isinstance(ffn, MoESpec):
+                raise RequestError(f"neurons of layer {index}, which has experts; expected a layer of one FFN")
+            size = ffn.intermediate_size
             bad = [int(n) for n in neurons if not 0 <= n < size]
             if bad:
                 raise RequestError(f"neuron {bad[0]} of layer {index}: expected 0 to {size - 1}")
@@ -293,18 +296,47 @@ class ReferenceModel:
         x = x + scale * after(branch, "post_self_attn_layernorm")
         if not skip_ffn:
             seen["ffn_norm"] = before(x, "post_attention_layernorm")
-            seen["act"] = self.activated(seen["ffn_norm"], layer.ffn, prefix + "mlp.")
-            if masked is not None:
-                seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
-            branch = self.linear(seen["act"], prefix + "mlp.down_proj", layer.ffn.bias)
+            branch = self.ffn(seen["ffn_norm"], layer.ffn, prefix + "mlp.", seen, masked)
             x = x + scale * after(branch, "post_mlp_layernorm")
         seen["hidden"] = x
         if taps is not None:
-            widths = {"ffn_norm": self.spec.hidden_size, "act": layer.ffn.intermediate_size}
+            widths = {"ffn_norm": self.spec.hidden_size, "act": act_width(layer.ffn)}
             for point in ("attn_norm", "attention", "ffn_norm", "act", "hidden"):
                 value = seen[point] if point in seen else np.empty((0, widths[point]), self.dtype)
                 taps.setdefault(point, []).append(value)
         return x
+
+    def ffn(
+        self,
+        x: Array,
+        spec: FFNSpec | MoESpec,
+        prefix: str,
+        seen: dict[str, Array],
+        masked: Sequence[int] | Array | None = None,
+    ) -> Array:
+        """The FFN's branch [T, hidden_size]; `seen` gets "act" [T, intermediate_size], of experts the chosen ones'."""
+        if isinstance(spec, FFNSpec):
+            seen["act"] = self.activated(x, spec, prefix)
+            if masked is not None:
+                seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
+            return self.linear(seen["act"], prefix + "down_proj", spec.bias)
+        bias = self.weight(prefix + "gate.e_score_correction_bias") if spec.router.selection_bias else None
+        ids, weights = reference_moe.route(self.linear(x, prefix + "gate"), spec.router, bias)
+        acts = np.zeros((*ids.shape, spec.expert.intermediate_size), x.dtype)
+
+        def expert(index: int, rows: Array) -> Array:
+            name = f"{prefix}experts.{index}."
+            act = acts[ids == index] = self.activated(rows, spec.expert, name)
+            return self.linear(act, name + "down_proj")
+
+        y = reference_moe.weighted_sum(x, ids, weights, expert)
+        seen["act"] = acts.reshape(len(x), -1)
+        if spec.shared is not None:
+            shared = self.ffn(x, spec.shared, prefix + "shared_expert.", {})
+            if spec.shared_gate:
+                shared = shared * reference_moe.scores_of(self.linear(x, prefix + "shared_expert_gate"), "sigmoid")
+            y = y + shared
+        return y
 
     def attend(self, x: Array, layer: LayerSpec, start: int, cache: ReferenceCache) -> Array:
         """Attention up to, not including, o_proj: x [T, hidden_size] to [T, heads * head_dim]."""
@@ -330,6 +362,13 @@ class ReferenceModel:
         """act(gate(x)) * up(x), or act(up(x)): the intermediate [T, intermediate_size] that down_proj reads."""
         up, act = self.linear(x, prefix + "up_proj", spec.bias), ACTIVATIONS[spec.activation]
         return act(self.linear(x, prefix + "gate_proj", spec.bias)) * up if spec.gated else act(up)
+
+
+def act_width(spec: FFNSpec | MoESpec) -> int:
+    """Columns of the tap "act"."""
+    if isinstance(spec, MoESpec):
+        return spec.router.top_k * spec.expert.intermediate_size
+    return spec.intermediate_size
 
 
 def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceModel:

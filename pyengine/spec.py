@@ -101,7 +101,7 @@ class LayerSpec:
 
     index: int
     attention: AttentionSpec
-    ffn: FFNSpec
+    ffn: FFNSpec | MoESpec
     norm_before: bool = True
     norm_after: bool = False
 

@@ -7,6 +7,7 @@ are joined with others there and which are stored transposed; errors and notes g
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from pyengine import rope
 from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
 from pyengine.errors import ModelFormatError, UnsupportedModelError
 from pyengine.families import FAMILIES, Names
-from pyengine.spec import LayerSpec, ModelSpec
+from pyengine.spec import FFNSpec, LayerSpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 
 LISTED = 10  # tensors that an error names
@@ -30,6 +31,9 @@ QUANTIZED = (
     ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax",
     ".biases", ".input_scale", ".weight_zero_point", ".quant_map",
 )  # fmt: skip
+
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+DOWN = re.compile(r"mlp\.experts\.\d+\.down_proj\.weight")
 
 Shape = tuple[int, ...]
 
@@ -59,7 +63,7 @@ def _norm(spec: ModelSpec, name: str) -> dict[str, Shape]:
 def layer_tensors(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
     """The same of one layer, by the name behind `model.layers.<n>.`."""
     a, f, hidden = layer.attention, layer.ffn, spec.hidden_size
-    q, kv, inter = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, f.intermediate_size
+    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     shapes: dict[str, Shape] = {}
     if layer.norm_before:
         shapes |= _norm(spec, "input_layernorm") | _norm(spec, "post_attention_layernorm")
@@ -70,18 +74,34 @@ def layer_tensors(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
         ("self_attn.k_proj", kv, hidden, a.qkv_bias),
         ("self_attn.v_proj", kv, hidden, a.qkv_bias),
         ("self_attn.o_proj", hidden, q, a.o_bias),
-        *([("mlp.gate_proj", inter, hidden, f.bias)] if f.gated else []),
-        ("mlp.up_proj", inter, hidden, f.bias),
-        ("mlp.down_proj", hidden, inter, f.bias),
+        *_ffn("mlp", f, hidden),
     ):
         shapes[f"{name}.weight"] = (rows, cols)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
+    if isinstance(f, MoESpec) and f.router.selection_bias:
+        shapes["mlp.gate.e_score_correction_bias"] = (f.router.num_experts,)
     if a.qk_norm:
         whole = a.qk_norm == "whole"
         shapes["self_attn.q_norm.weight"] = (q if whole else a.head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv if whole else a.head_dim,)
     return shapes
+
+
+def _ffn(name: str, f: FFNSpec | MoESpec, hidden: int) -> list[tuple[str, int, int, bool]]:
+    """(module, rows, columns, bias) of the matrices of an FFN `name`."""
+    if isinstance(f, FFNSpec):
+        inter = f.intermediate_size
+        sides = [(f"{name}.{side}_proj", inter, hidden, f.bias) for side in (("gate", "up") if f.gated else ("up",))]
+        return [*sides, (f"{name}.down_proj", hidden, inter, f.bias)]
+    out = [(f"{name}.gate", f.router.num_experts, hidden, False)]
+    if f.shared is not None:
+        out += _ffn(f"{name}.shared_expert", f.shared, hidden)
+    if f.shared_gate:
+        out.append((f"{name}.shared_expert_gate", 1, hidden, False))
+    for index in range(f.router.num_experts):
+        out += _ffn(f"{name}.experts.{index}", f.expert, hidden)
+    return out
 
 
 def row_orders(layer: LayerSpec) -> dict[str, npt.NDArray[np.int64]]:
@@ -139,12 +159,17 @@ class NamesOnDisk:
     def sources(self, expected: Mapping[str, Shape]) -> dict[str, Source]:
         """Where each canonical tensor is, or would be expected, on disk. A fused one counts where its parts are not."""
         parts = {part: (fused, of) for fused, of in self.names.fused.items() for part in of}
+        experts = Counter(name[: match.start()] for name in expected if (match := DOWN.search(name)))
         out: dict[str, Source] = {}
         for name, shape in expected.items():
             on_disk = self.of(name)
             layer, inner = _split_layer(name)
             module, _, leaf = inner.rpartition(".")
             transposed = self.names.transposed and layer is not None and len(shape) == 2
+            stacked = None if on_disk in self.tensors else self._stacked(layer, module, shape, experts)
+            if stacked is not None:
+                out[name] = stacked
+                continue
             if on_disk in self.tensors or module not in parts or layer is None:
                 out[name] = Source(on_disk, shape[::-1] if transposed else shape, None, transposed)
                 continue
@@ -157,6 +182,19 @@ class NamesOnDisk:
                 f"{self.layers}{layer}.{fused}.{leaf}", whole[::-1] if transposed else whole, rows, transposed
             )
         return out
+
+    def _stacked(self, layer: int | None, module: str, shape: Shape, experts: Mapping[str, int]) -> Source | None:
+        """An expert's matrix in a tensor of all experts: gate_up_proj [E, 2 F, K] or down_proj [E, K, F]."""
+        match = EXPERT.fullmatch(module)
+        if match is None:
+            return None
+        index, side = int(match.group(1)), match.group(2)
+        name = f"{self.layers}{layer}.mlp.experts.{'down_proj' if side == 'down' else 'gate_up_proj'}"
+        if name not in self.tensors:
+            return None
+        rows = shape[0] if side == "down" else 2 * shape[0]
+        begin = index * rows + (shape[0] if side == "up" else 0)
+        return Source(name, (experts[f"model.layers.{layer}."], rows, shape[1]), (begin, begin + shape[0]))
 
     def layer_of(self, name: str) -> int:
         """The n of a name on disk inside layer n, else -1."""

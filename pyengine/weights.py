@@ -18,7 +18,7 @@ from pyengine._core import Backend, Format
 from pyengine.checkpoint import Checkpoint, as_float32
 from pyengine.errors import ModelFormatError
 from pyengine.quantize import PackedFormat, Quantization
-from pyengine.spec import AttentionSpec, LayerSpec, ModelSpec
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, MoESpec
 from pyengine.tensors import CanonicalTensors, layer_tensors
 
 PANEL = 16
@@ -38,6 +38,8 @@ class Observer(Protocol):
     """Calibration as the loader sees it: called with each layer's raw tensors in order, then asked for the head's."""
 
     def __call__(self, layer: LayerSpec, raw: Raw) -> Importance: ...
+
+    def expert(self, layer: LayerSpec, index: int, raw: Raw) -> Importance: ...
 
     def head_importance(self) -> npt.NDArray[np.float32]: ...
 
@@ -84,6 +86,11 @@ class LayerWeights:
     k_norm: int = NONE
     gate_up_bias: int = NONE
     down_bias: int = NONE
+    router: int = NONE  # layers of experts: gate_up and down hold all of them, one behind the other
+    router_bias: int = NONE
+    shared_gate_up: int = NONE
+    shared_down: int = NONE
+    shared_gate: int = NONE
 
 
 @dataclass
@@ -100,6 +107,8 @@ class ModelWeights:
     tensors: dict[int, TensorDesc] = field(default_factory=dict)  # all of them, in the order they were made
     layer_matrix_bytes: int = 0  # packed matrices inside the layers, headers not counted
     layer_matrix_weights: int = 0
+    chosen_experts: list[tuple[int, int]] = field(default_factory=list)  # by layer: a token's, of how many; dense: 1, 1
+    decode_matrix_bytes: int = 0  # of the layers' matrices, what one token needs; routers count here alone
     head_bytes: int = 0
     packed_bytes: int = 0  # everything
     warnings: list[str] = field(default_factory=list)
@@ -107,8 +116,15 @@ class ModelWeights:
 
     def count_bytes(self, backend: Backend) -> None:
         """Fill in the sizes, from the tensors."""
-        matrices = [tensor for w in self.layers for tensor in (w.qkv, w.o, w.gate_up, w.down)]
-        self.layer_matrix_bytes = sum(backend.tensor_size(tensor) - 64 for tensor in matrices)
+
+        def size(*tensors: int) -> int:
+            return sum(backend.tensor_size(tensor) - 64 for tensor in tensors if tensor != NONE)
+
+        self.layer_matrix_bytes = self.decode_matrix_bytes = 0
+        for w, (chosen, of) in zip(self.layers, self.chosen_experts, strict=True):
+            always, ffn = size(w.qkv, w.o, w.shared_gate_up, w.shared_down), size(w.gate_up, w.down)
+            self.layer_matrix_bytes += always + ffn
+            self.decode_matrix_bytes += always + ffn // of * chosen + size(w.router)
         self.head_bytes = backend.tensor_size(self.lm_head) - 64
         self.packed_bytes = sum(backend.tensor_size(tensor) for tensor in self.tensors)
 
@@ -119,8 +135,8 @@ class ModelWeights:
 
     @property
     def bytes_per_token(self) -> int:
-        """What one decode step reads: all layers and the head (an embedding row is nothing beside them)."""
-        return self.layer_matrix_bytes + self.head_bytes
+        """What one decode step reads: of all layers what a token needs, and the head (an embedding row is nothing)."""
+        return self.decode_matrix_bytes + self.head_bytes
 
 
 class Packer:
@@ -239,14 +255,73 @@ def is_zero(raw: npt.NDArray[Any]) -> bool:
 def read_layer(source: CanonicalTensors, layer: LayerSpec) -> Raw:
     """The tensors of a layer as stored, by the canonical name behind `model.layers.<n>.`."""
     names = layer_tensors(source.spec, layer)
-    return {name: source.read(f"model.layers.{layer.index}.{name}") for name in names}
+    wanted = [name for name in names if not name.startswith("mlp.experts.")]
+    return {name: source.read(f"model.layers.{layer.index}.{name}") for name in wanted}
 
 
-def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, importance: Importance) -> LayerWeights:
-    """Quantize and pack one layer's tensors."""
+def read_expert(source: CanonicalTensors, layer: LayerSpec, index: int) -> Raw:
+    """One expert's matrices as stored: gate_proj.weight, up_proj.weight, down_proj.weight."""
+    names = [f"{side}_proj.weight" for side in ("gate", "up", "down")]
+    return {name: source.read(f"model.layers.{layer.index}.mlp.experts.{index}.{name}") for name in names}
+
+
+def pack_expert(
+    packer: Packer, layer: LayerSpec, w: LayerWeights, index: int, raw: Raw, importance: Importance
+) -> None:
+    """Pack an expert into its panels of w.gate_up and w.down."""
+    prefix = f"model.layers.{layer.index}.mlp.experts.{index}."
+    inter, hidden = (padded(len(raw[name])) // PANEL for name in ("gate_proj.weight", "down_proj.weight"))
+    for tensor, name, offset, stride, key in (
+        (w.gate_up, "gate_proj.weight", 2 * index * inter, 2, "gate_up"),
+        (w.gate_up, "up_proj.weight", 2 * index * inter + 1, 2, "gate_up"),
+        (w.down, "down_proj.weight", index * hidden, 1, "down"),
+    ):
+        packer.fill(tensor, prefix + name, raw[name], offset, stride, importance.get(key))
+
+
+def ffn_weights(f: FFNSpec | MoESpec, hidden: int) -> int:
+    """Weights of an FFN's matrices; of all experts, without the router."""
+    if isinstance(f, FFNSpec):
+        return (3 if f.gated else 2) * f.intermediate_size * hidden
+    shared = 0 if f.shared is None else ffn_weights(f.shared, hidden)
+    return f.router.num_experts * ffn_weights(f.expert, hidden) + shared
+
+
+def pack_router(packer: Packer, f: MoESpec, raw: Raw, prefix: str, w: LayerWeights) -> None:
+    """The router and the gate of a shared expert, never quantized."""
+    name = "mlp.gate.weight"
+    router = PackedFormat(Format.BF16 if raw[name].dtype == np.uint16 else Format.F32)
+    w.router = packer.create(router, *raw[name].shape)
+    packer.fill(w.router, prefix + name, raw[name])
+    if f.router.selection_bias:
+        name = "mlp.gate.e_score_correction_bias"
+        w.router_bias = packer.row(prefix + name, raw[name])
+    if f.shared_gate:
+        name = "mlp.shared_expert_gate.weight"
+        w.shared_gate = packer.row(prefix + name, raw[name][0])
+
+
+def first_sides(f: FFNSpec, name: str) -> list[tuple[str, int, int]]:
+    """What the first matrix of the FFN `name` is made of: gate and up by turns, or up alone."""
+    return [(f"{name}.gate_proj", 0, 2), (f"{name}.up_proj", 1, 2)] if f.gated else [(f"{name}.up_proj", 0, 1)]
+
+
+def ffn_matrices(
+    matrix: Callable[[int, list[tuple[str, int, int]], str], int], f: FFNSpec, hidden: int, name: str, key: str = ""
+) -> tuple[int, int]:
+    """gate_up and down of the FFN `name`, by `matrix` of pack_layer; `key` begins their names in the importance."""
+    rows = 2 * padded(f.intermediate_size) if f.gated else f.intermediate_size
+    gate_up = matrix(rows, first_sides(f, name), key + "gate_up")
+    return gate_up, matrix(hidden, [(f"{name}.down_proj", 0, 1)], key + "down")
+
+
+def pack_layer(
+    packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, importance: Importance, *, experts: bool = True
+) -> LayerWeights:
+    """Quantize and pack one layer's tensors. Experts get room (not with experts=False), which pack_expert fills."""
     prefix = f"model.layers.{layer.index}."
     a, f = layer.attention, layer.ffn
-    layout, inter = QkvLayout.of(a), padded(f.intermediate_size)
+    layout = QkvLayout.of(a)
 
     def matrix(rows: int, parts: list[tuple[str, int, int]], key: str) -> int:
         cols = raw[parts[0][0] + ".weight"].shape[1]
@@ -278,16 +353,22 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
         ("self_attn.k_proj", layout.k // PANEL, 1),
         ("self_attn.v_proj", layout.v // PANEL, 1),
     ]
-    o, down = [("self_attn.o_proj", 0, 1)], [("mlp.down_proj", 0, 1)]
-    sides = 2 if f.gated else 1
-    gate_up = [("mlp.gate_proj", 0, 2), ("mlp.up_proj", 1, 2)] if f.gated else [("mlp.up_proj", 0, 1)]
-    first_rows = 2 * inter if f.gated else f.intermediate_size
-    w = LayerWeights(
-        qkv=matrix(layout.width, qkv, "qkv"),
-        o=matrix(hidden, o, "o"),
-        gate_up=matrix(first_rows, gate_up, "gate_up"),
-        down=matrix(hidden, down, "down"),
-    )
+    o = [("self_attn.o_proj", 0, 1)]
+    w = LayerWeights(qkv=matrix(layout.width, qkv, "qkv"), o=matrix(hidden, o, "o"), gate_up=NONE, down=NONE)
+
+    if isinstance(f, FFNSpec):
+        w.gate_up, w.down = ffn_matrices(matrix, f, hidden, "mlp")
+        if f.bias:
+            w.gate_up_bias = bias(first_sides(f, "mlp"), (2 if f.gated else 1) * padded(f.intermediate_size))
+            w.down_bias = bias([("mlp.down_proj", 0, 1)], hidden)
+    else:
+        pack_router(packer, f, raw, prefix, w)
+        if f.shared is not None:
+            w.shared_gate_up, w.shared_down = ffn_matrices(matrix, f.shared, hidden, "mlp.shared_expert", "shared_")
+        if experts:
+            count, inter = f.router.num_experts, f.expert.intermediate_size
+            w.gate_up = packer.create(fmt, 2 * count * padded(inter), hidden)
+            w.down = packer.create(fmt, count * padded(hidden), inter)
     if layer.norm_before:
         w.attn_norm, w.attn_norm_bias = norm("input_layernorm"), norm_bias("input_layernorm")
         w.ffn_norm, w.ffn_norm_bias = norm("post_attention_layernorm"), norm_bias("post_attention_layernorm")
@@ -303,8 +384,6 @@ def pack_layer(packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, im
         w.o_bias = bias(o, hidden)
     if a.qk_norm:
         w.q_norm, w.k_norm = norm("self_attn.q_norm"), norm("self_attn.k_norm")
-    if f.bias:
-        w.gate_up_bias, w.down_bias = bias(gate_up, sides * inter), bias(down, hidden)
     return w
 
 
@@ -356,9 +435,11 @@ def load_weights(
         w = pack_layer(packer, layer, raw, quantization.layers, importance)
         weights.layers.append(w)
         a, f, h = layer.attention, layer.ffn, spec.hidden_size
-        weights.layer_matrix_weights += (
-            2 * (a.num_heads + a.num_kv_heads) * a.head_dim * h + (3 if f.gated else 2) * f.intermediate_size * h
-        )
+        weights.layer_matrix_weights += 2 * (a.num_heads + a.num_kv_heads) * a.head_dim * h + ffn_weights(f, h)
+        weights.chosen_experts.append((1, 1) if isinstance(f, FFNSpec) else (f.router.top_k, f.router.num_experts))
+        for index in range(0 if isinstance(f, FFNSpec) else f.router.num_experts):
+            raw = read_expert(source, layer, index)
+            pack_expert(packer, layer, w, index, raw, {} if observe is None else observe.expert(layer, index, raw))
         del raw
     if progress is not None:
         progress(spec.num_layers, total, "loading")

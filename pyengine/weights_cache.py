@@ -180,6 +180,7 @@ def index_of(key: Key, weights: ModelWeights, model: Path) -> dict[str, Any]:
         "positions": place[weights.positions],
         "layers": [{name: place[tensor] for name, tensor in asdict(layer).items()} for layer in weights.layers],
         "layer_matrix_weights": weights.layer_matrix_weights,
+        "chosen_experts": weights.chosen_experts,
         "warnings": weights.warnings,
     }
 
@@ -216,6 +217,7 @@ def _named(index: dict[str, Any], ids: list[int], quantization: Quantization) ->
         [LayerWeights(**{name: tensor(at) for name, at in layer.items()}) for layer in index["layers"]],
         quantization,
         layer_matrix_weights=int(index["layer_matrix_weights"]),
+        chosen_experts=[(int(chosen), int(of)) for chosen, of in index["chosen_experts"]],
         warnings=[str(text) for text in index["warnings"]],
         cached=True,
     )

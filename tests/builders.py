@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from tiny_families import MAKERS
+from tiny_moe import MOE_KINDS, moe_tensors
 
 Config = dict[str, Any]
 
@@ -22,6 +23,8 @@ def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """
     rng = np.random.default_rng(seed)
     kind = config["model_type"]
+    if kind in MOE_KINDS:
+        return moe_tensors(config, rng)
     if kind in MAKERS:
         return MAKERS[kind](config, rng)
     hidden, inter, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]

@@ -13,7 +13,7 @@ from pyengine.cli import _options, _output
 
 if TYPE_CHECKING:
     from pyengine.checkpoint import TensorInfo
-    from pyengine.spec import AttentionSpec, ModelSpec
+    from pyengine.spec import AttentionSpec, FFNSpec, ModelSpec, MoESpec
 
 
 def add_parser(commands: Any) -> None:
@@ -67,6 +67,18 @@ def describe(folder: Path, *, strict: bool) -> tuple[ModelSpec, dict[str, Any]]:
     }
 
 
+def ffn_text(ffn: FFNSpec | MoESpec) -> str:
+    from pyengine.spec import FFNSpec
+
+    if isinstance(ffn, FFNSpec):
+        return f"FFN {ffn.intermediate_size} {ffn.activation}"
+    router, shared = ffn.router, "" if ffn.shared is None else f", shared expert {ffn.shared.intermediate_size}"
+    return (
+        f"{router.num_experts} experts of {ffn.expert.intermediate_size} {ffn.expert.activation}, "
+        f"{router.top_k} a token by {router.scoring}{shared}"
+    )
+
+
 def layer_lines(spec: ModelSpec) -> list[str]:
     """One line for each run of equal layers, such as '0-29: attention 9 heads, 3 KV heads, ...'."""
     lines: list[str] = []
@@ -84,8 +96,8 @@ def layer_lines(spec: ModelSpec) -> list[str]:
                 (f"q/k norm ({attention.qk_norm})", attention.qk_norm),
                 (f"window {attention.window}", attention.window is not None),
                 (f"softcap {attention.softcap}", attention.softcap is not None),
-                ("FFN of two matrices", not ffn.gated),
-                ("FFN bias", ffn.bias),
+                ("FFN of two matrices", not getattr(ffn, "gated", True)),
+                ("FFN bias", getattr(ffn, "bias", False)),
                 ("no norm before branches", not layer.norm_before),
                 ("norm after branches", layer.norm_after),
             )
@@ -95,7 +107,7 @@ def layer_lines(spec: ModelSpec) -> list[str]:
         text = (
             f"{which}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
             f"{attention.head_dim}, {rope_text(attention)}; "
-            f"FFN {ffn.intermediate_size} {ffn.activation}"
+            f"{ffn_text(ffn)}"
         )
         lines.append(", ".join([text, *extras]))
         first = index + 1

@@ -22,7 +22,7 @@ from pyengine._core import KV_BLOCK, Activation, Format, KvDtype, OpKind, Progra
 from pyengine.errors import RequestError
 from pyengine.fuse import fuse
 from pyengine.quantize import PackedFormat, choose
-from pyengine.spec import ModelSpec
+from pyengine.spec import ModelSpec, MoESpec
 from pyengine.weights import padded
 
 FFN = ("ffn", "ffn_unfused", "ffn_naive")  # ops on the same weights
@@ -57,8 +57,11 @@ class Shape:
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> Shape:
         """Of a model's first layer."""
-        a, ffn = spec.layers[0].attention, spec.layers[0].ffn.intermediate_size
-        return cls(name, spec.hidden_size, ffn, a.num_heads, a.num_kv_heads, a.head_dim, spec.vocab_size)
+        a, ffn = spec.layers[0].attention, spec.layers[0].ffn
+        ffn = ffn.expert if isinstance(ffn, MoESpec) else ffn
+        return cls(
+            name, spec.hidden_size, ffn.intermediate_size, a.num_heads, a.num_kv_heads, a.head_dim, spec.vocab_size
+        )
 
 
 SHAPES = (

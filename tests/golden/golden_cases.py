@@ -127,6 +127,69 @@ TGPT2: Config = {
 }
 
 
+# Flags as in the files of Mixtral 8x7B, Qwen1.5-MoE-A2.7B, Qwen3-30B-A3B and OLMoE-1B-7B.
+TX: Config = {
+    **TL,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+}
+TS: Config = {
+    **TQ2,
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "max_window_layers": 2,
+    "sliding_window": 64,
+    "use_sliding_window": False,
+}
+TM: Config = {
+    **TQ3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "max_window_layers": 2,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+TE: Config = {
+    **TL,
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+    "clip_qkv": None,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.01,
+}
+
+
 def without(config: Config, *keys: str) -> Config:
     return {key: value for key, value in config.items() if key not in keys}
 
@@ -239,6 +302,18 @@ CONFIGS: dict[str, Config] = {
     "gpt2": TGPT2,
     "gpt2_relu": {**TGPT2, "activation_function": "relu", "n_inner": 100, "tie_word_embeddings": False},
     "gpt2_gelu": {**TGPT2, "activation_function": "gelu", "n_inner": 172, "n_embd": 60, "n_head": 3},
+    # Mixtures of experts
+    "mixtral": TX,
+    "mixtral_window": {**TX, "sliding_window": 8},
+    "qwen2_moe": TS,
+    "qwen2_moe_normalised": {**TS, "norm_topk_prob": True},
+    "qwen2_moe_steps": {**TS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "qwen3_moe": TM,
+    "qwen3_moe_not_normalised": without(TM, "norm_topk_prob"),
+    "qwen3_moe_all": {**TM, "num_experts": 4, "num_experts_per_tok": 4},
+    "qwen3_moe_one": {**TM, "num_experts": 1, "num_experts_per_tok": 1},
+    "qwen3_moe_dense_layer": {**TM, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "olmoe": TE,
     # RoPE types, both spellings
     "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},
     "rope_default_v5": rope_v5({**TL, "rope_theta": 500000.0}, rope_type="default"),
@@ -264,7 +339,18 @@ CONFIGS: dict[str, Config] = {
     "rope_linear_mistral": rope_v5(TW, rope_type="linear", factor=2.0),
 }
 # Cases whose per-layer states are stored too.
-WITH_STATES = ("llama", "mistral_window", "qwen2", "qwen2_window", "qwen3", "olmo2", "gemma2", "gemma3_v5", "gpt2")
+WITH_STATES = (
+    "llama",
+    "mistral_window",
+    "qwen2",
+    "qwen2_window",
+    "qwen3",
+    "olmo2",
+    "gemma2",
+    "gemma3_v5",
+    "gpt2",
+    "qwen2_moe",
+)
 
 
 @dataclass(frozen=True)

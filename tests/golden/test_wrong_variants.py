@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from golden.golden_cases import build, load_golden
 
-from pyengine import reference
+from pyengine import reference, reference_moe
 from pyengine.reference import ReferenceModel, load_reference
-from pyengine.spec import AttentionSpec, ModelSpec, NormSpec
+from pyengine.spec import AttentionSpec, ModelSpec, MoESpec, NormSpec
 
 DIFFERS = 1e-2
 HERE = Path(__file__).parent
@@ -252,6 +252,24 @@ def set_activation(what: str, activation: str, *cases: str) -> None:
     variant(what, *cases)(make_wrong)
 
 
+def set_router(what: str, *cases: str, **fields: Any) -> None:
+    """Every layer's router with other fields."""
+
+    def make_wrong(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+        layers = tuple(
+            dataclasses.replace(
+                layer, ffn=dataclasses.replace(layer.ffn, router=dataclasses.replace(layer.ffn.router, **fields))
+            )
+            if isinstance(layer.ffn, MoESpec)
+            else layer
+            for layer in model.spec.layers
+        )
+        assert layers != model.spec.layers, "the variant changes nothing"
+        model.spec = dataclasses.replace(model.spec, layers=layers)
+
+    variant(what, *cases)(make_wrong)
+
+
 set_activation("SiLU for GELU", "silu", "gemma2", "gemma3", "gpt2")
 set_activation("GELU for ReLU", "gelu", "gpt2_relu")
 
@@ -265,6 +283,51 @@ def half_split_pairs(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
         stored = heads.copy()
         stored[:, 0:8:2], stored[:, 1:8:2] = heads[:, :4], heads[:, 4:8]
         model.weights = {**model.weights, name: stored.reshape(w.shape)}
+
+
+MOE = ("mixtral", "qwen2_moe", "qwen2_moe_steps", "qwen3_moe", "olmoe")
+set_router("one expert less", "mixtral", "qwen3_moe", "olmoe", top_k=1)
+set_router("one expert more", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", top_k=4)
+set_router("weights not normalised", "mixtral", "qwen3_moe", "qwen2_moe_normalised", normalise=False)
+set_router("softmax over the chosen alone", "qwen2_moe", "qwen3_moe_not_normalised", "olmoe", normalise=True)
+set_router("sigmoid scores", *MOE, scoring="sigmoid")
+set_router("weights scaled", *MOE, scale=1.5)
+set_router("in groups", "qwen3_moe", "olmoe", groups=4, top_groups=2)
+fill("no gate of the shared expert (its sigmoid is 1/2)", "shared_expert_gate.weight", 0.0, "qwen2_moe")
+set_attention("no q/k norm", "olmoe", "qwen3_moe", qk_norm=None)
+
+
+@variant("no sigmoid on the shared expert's gate", "qwen2_moe", "qwen2_moe_steps")
+def plain_gate(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    right = reference_moe.scores_of
+    patch.setattr(reference_moe, "scores_of", lambda x, kind: x if kind == "sigmoid" else right(x, kind))
+
+
+@variant("no shared expert", "qwen2_moe", "qwen2_moe_steps")
+def no_shared(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    layers = tuple(
+        dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, shared=None))
+        if isinstance(layer.ffn, MoESpec)
+        else layer
+        for layer in model.spec.layers
+    )
+    model.spec = dataclasses.replace(model.spec, layers=layers)
+
+
+@variant("raw logits as weights", *MOE)
+def raw_logits(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reference_moe, "scores_of", lambda x, _kind: x)
+
+
+@variant("the neighbour's experts", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+def other_experts(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    right = reference_moe.route
+
+    def route(logits: np.ndarray, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
+        ids, weights = right(logits, *rest)
+        return (ids + 1) % logits.shape[1], weights
+
+    patch.setattr(reference_moe, "route", route)
 
 
 @variant("interleaved RoPE", "llama", "mistral_window", "qwen2", "qwen3")

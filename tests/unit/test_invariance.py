@@ -34,7 +34,10 @@ MORE_FORMATS: dict[str, dict[str, Any]] = {  # run on one family each
     "int4_int8_cache": {"quant": "int4", "kv_dtype": "int8"},
 }
 LENGTH = 70  # over two KV blocks; the long case below crosses a partition of 256 keys
-CASES = ("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7", "olmo2")
+CASES = (
+    *("llama", "mistral_window", "qwen2", "qwen3", "llama_head_dim", "llama_ratio_7", "olmo2"),
+    *("qwen2_moe_steps", "qwen3_moe"),
+)
 WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
 FORMS = ("granite", "smollm3_listed", "ministral3_16")  # multipliers, a layer without RoPE, q scaled by position
 DENSE = ("gemma2", "gemma3_v5", "glm4", "gpt2_gelu")  # softcaps, two thetas, four norms, LayerNorm and a plain FFN
