@@ -100,6 +100,23 @@ _MOE_KEYS = (
     "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
 )  # fmt: skip
 _QWEN_EXPERTS = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None, steps=True)
+# How DeepSeek-V2 and V3 choose experts. V3 normalises where the file does not say (a default of its entry).
+DEEPSEEK_V2_EXPERTS = Experts(
+    ("n_routed_experts",),
+    "moe_intermediate_size",
+    normalise=False,
+    shared_count_key="n_shared_experts",
+    first_dense_key="first_k_dense_replace",
+    method="greedy",
+    methods=("greedy", "group_limited_greedy"),
+    method_key="topk_method",
+    scoring_key="scoring_func",
+    scaled=True,
+)
+DEEPSEEK_V3_EXPERTS = replace(DEEPSEEK_V2_EXPERTS, normalise=None, method="noaux_tc", methods=("noaux_tc",))
+SHARED_EXPERTS = {
+    f"mlp.shared_expert.{side}_proj": f"mlp.shared_experts.{side}_proj" for side in ("gate", "up", "down")
+}
 # Norms after a branch: the canonical names are GLM-4's, because Llama's norm before the FFN has the shorter one.
 _AFTER = {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
 _QWEN = {
