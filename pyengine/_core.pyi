@@ -82,6 +82,8 @@ class OpKind(_Enum):
     ACT_MUL: ClassVar[OpKind]
     ACT: ClassVar[OpKind]
     MASK_COLUMNS: ClassVar[OpKind]
+    HEAD_LINEAR: ClassVar[OpKind]
+    LATENT_APPEND: ClassVar[OpKind]
     TAP: ClassVar[OpKind]
     DEQUANTIZE: ClassVar[OpKind]
     ROUTER: ClassVar[OpKind]

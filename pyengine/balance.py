@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.checkpoint import as_float32
-from pyengine.spec import AttentionSpec, LayerSpec
-from pyengine.weights import Raw
+from pyengine.pack_layer import Raw
+from pyengine.spec import AttentionSpec, LayerSpec, MLASpec
 
 LARGE = 16.0  # a bias up to here stays as it is (docs/packed_formats.md has what other sizes lose)
 
@@ -38,7 +38,7 @@ def balance_keys(layer: LayerSpec, raw: Raw) -> Raw:
     Exact but for values that become denormal. float16 becomes float32, bfloat16 stays.
     """
     a, bias = layer.attention, raw.get("self_attn.k_proj.bias")
-    if bias is None or a.qk_norm:
+    if bias is None or isinstance(a, MLASpec) or a.qk_norm:
         return raw
     factors = key_factors(a, as_float32(bias))
     rows = {"q_proj": np.repeat(factors, a.num_heads // a.num_kv_heads, axis=0), "k_proj": np.float32(1) / factors}

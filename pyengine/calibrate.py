@@ -15,12 +15,13 @@ import numpy.typing as npt
 from pyengine import rope
 from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
 from pyengine.checkpoint import Checkpoint
-from pyengine.decoder import Hooks, KvLayout, build_expert, build_layer
+from pyengine.decoder import Hooks, KvLayout, build_expert, build_layer, taps_of
+from pyengine.pack_layer import NONE, Importance, LayerWeights, Raw, pack_expert, pack_layer
+from pyengine.packer import Packer, TensorDesc, padded
 from pyengine.quantize import PackedFormat
 from pyengine.reference import normalize
 from pyengine.spec import LayerSpec, ModelSpec, MoESpec
 from pyengine.tensors import CanonicalTensors
-from pyengine.weights import NONE, Importance, LayerWeights, Packer, Raw, TensorDesc, pack_expert, pack_layer, padded
 
 CALIBRATION_TOKENS = 512
 FEW = 16  # tokens of an expert that tell too little of its channels
@@ -106,14 +107,14 @@ class Calibrator:
         self.tokens = len(ids)
         blocks = -(-self.tokens // KV_BLOCK)
         self.table = np.arange(blocks, dtype=np.int32).reshape(1, blocks)
-        self.groups: dict[tuple[int, int], int] = {}
+        self.groups: dict[tuple[int, int, int], int] = {}
         self.ropes: dict[Any, int] = {}
 
     def _layout(self, layer: LayerSpec) -> KvLayout:
         a = layer.attention
-        shape = (a.num_kv_heads, a.head_dim)
+        shape = (a.num_kv_heads, a.k_dim, a.v_dim)
         if shape not in self.groups:
-            self.groups[shape] = self.backend.kv_create(1, a.num_kv_heads, a.head_dim, a.head_dim, int(KvDtype.F32))
+            self.groups[shape] = self.backend.kv_create(1, *shape, int(KvDtype.F32))
             self.backend.kv_reserve(self.groups[shape], self.table.size)
         if a.rope is not None and a.rope not in self.ropes:
             self.ropes[a.rope] = self.backend.rope_set(-1, *rope.tables(a.rope, self.tokens))
@@ -129,6 +130,7 @@ class Calibrator:
         if isinstance(layer.ffn, MoESpec):
             taps = {**ATTENTION_TAPS, "experts": "ffn_norm", "routing": "routing"}
             taps |= SHARED_TAPS if layer.ffn.shared is not None else {}
+        taps = taps | ({"q_b": "q_latent"} if "q_latent" in taps_of(layer) else {})
         names = (*dict.fromkeys(taps.values()), "hidden")
         hooks = Hooks(taps=tuple((layer.index, name) for name in names))
         built = build_layer(self.backend, self.spec, layer, weights, self._layout(layer), hooks, self.tokens)

@@ -25,6 +25,7 @@ READABLE: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
 }
 
 
@@ -83,7 +84,8 @@ class Checkpoint:
         return info
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """A tensor as stored, in a new array of its shape: float64, float32, float16, or uint16 holding bfloat16.
+        """A tensor as stored, in a new array of its shape: float64, float32, float16, uint16 holding bfloat16, or
+        uint8 holding E4M3.
 
         Errors: RequestError for an unknown name or after close, UnsupportedModelError for another dtype, ResourceError
         without the memory, ModelFormatError if the file became shorter.
@@ -168,8 +170,23 @@ def _allocate(info: TensorInfo, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
         ) from None
 
 
+def _e4m3() -> npt.NDArray[np.float32]:
+    """The values of the 256 codes of E4M3 (Micikevicius et al. 2022): 4 bits of exponent with bias 7, 3 of mantissa;
+    no infinities, and two NaN."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.where(exponent > 0, np.ldexp(1.0 + mantissa / 8, exponent - 7), np.ldexp(mantissa / 8, -6))
+    size[code & 127 == 127] = np.nan
+    return np.where(code < 128, size, -size).astype(np.float32)
+
+
+E4M3 = _e4m3()
+
+
 def as_float32(raw: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """A raw array of a checkpoint (uint16 = bfloat16 bits) as float32."""
+    """A raw array of a checkpoint (uint16 = bfloat16 bits, uint8 = E4M3 codes) as float32."""
+    if raw.dtype == np.uint8:
+        return np.asarray(E4M3[raw], np.float32)
     if raw.dtype == np.uint16:  # bfloat16 is the upper half of a float32
         wide: npt.NDArray[np.uint32] = np.left_shift(raw, np.uint32(16), dtype=np.uint32)
         return wide.view(np.float32)

@@ -6,7 +6,7 @@ its value means "off"; it is an error where its name tells that it changes the c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelNotFoundError, UnsupportedModelError
 from pyengine.families import FAMILIES, Family
+from pyengine.fp8 import fp8_block
+from pyengine.latent_config import latent_attention
 from pyengine.rope_config import MAX_CONTEXT, ropes_by_layer_type
-from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec
 from pyengine.strict_json import shown
 
 MAX_SIZE = 2**31 - 1
@@ -73,12 +75,10 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
     architecture, family = _family(config, FAMILIES)
     warnings: list[str] = []
     if family.texts:
-        _check_quantization(config)
         warnings += _check_keys(config, family, strict)
         config = _text_config(config)
         _, family = _family(config, {name: FAMILIES[name] for name in family.texts})
     config = config.of_family(family.defaults, family.spellings)
-    _check_quantization(config)
     warnings += _check_keys(config, family, strict)
     layers = _layers(config, family, warnings)
     hidden, longest = (
@@ -96,6 +96,8 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
         max_position_embeddings=longest,
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         layers=layers,
+        mtp_layers=_mtp_layers(config, family),
+        fp8_block=_quantization(config),
         embedding_scale=hidden**0.5 if family.embedding_sqrt else _multiplier(config, family, "embedding_multiplier"),
         residual_scale=_multiplier(config, family, "residual_multiplier"),
         logits_scale=_multiplier(config, family, "logits_scaling"),
@@ -107,22 +109,34 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
     )
 
 
-def _check_quantization(config: ConfigValues) -> None:
+def _quantization(config: ConfigValues) -> tuple[int, int] | None:
+    """The block of a checkpoint in float8, None for one that is not quantized."""
     quantization = config.values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise config.unsupported("quantization_config", method, "an unquantized checkpoint")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != "fp8":
+        raise config.unsupported("quantization_config", method, "fp8, or an unquantized checkpoint")
+    return fp8_block(config, quantization)
+
+
+def _mtp_layers(config: ConfigValues, family: Family) -> int:
+    key = "num_nextn_predict_layers"
+    return config.integer(key, 0, MAX_LAYERS, 0) if key in family.keys else 0
 
 
 def _text_config(config: ConfigValues) -> ConfigValues:
-    """The decoder of a model of several parts; tie_word_embeddings may stand outside."""
+    """The decoder of a model of several parts; tie_word_embeddings and quantization_config may stand outside."""
     inner = config.values.get("text_config")
     if not isinstance(inner, dict):
         raise config.bad("text_config", inner, "an object that describes the decoder")
-    outer_tie, tie = (values.get("tie_word_embeddings") for values in (config.values, inner))
-    if outer_tie is not None and tie is not None and outer_tie != tie:
-        raise config.bad("tie_word_embeddings", outer_tie, f"{tie}, as text_config says")
-    values = inner if outer_tie is None else {**inner, "tie_word_embeddings": outer_tie}
+    values = dict(inner)
+    for key in ("tie_word_embeddings", "quantization_config"):
+        outside, inside = config.values.get(key), values.get(key)
+        if None not in (outside, inside) and outside != inside:
+            raise config.bad(key, outside, f"{shown(inside)}, as text_config says")
+        if outside is not None:
+            values[key] = outside
     return ConfigValues(Path(f"{config.path}: text_config"), values, {})
 
 
@@ -192,20 +206,44 @@ def _check_keys(config: ConfigValues, family: Family, strict: bool) -> list[str]
 def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[LayerSpec, ...]:
     count = config.integer("num_hidden_layers", 1, MAX_LAYERS)
     heads = config.integer("num_attention_heads", 1, MAX_SIZE)
+    attentions: Sequence[AttentionSpec | MLASpec]
+    if family.latent:
+        attentions = [latent_attention(config, family, heads)] * count
+    else:
+        attentions = _attentions(config, family, heads, count, warnings)
+    mlp_bias = config.flag("mlp_bias", False)
+    if mlp_bias and not family.mlp_bias_key:
+        raise config.unsupported("mlp_bias", mlp_bias, f"false for {family.name}")
+    dense = _ffn(config, family, mlp_bias or family.ffn_bias, warnings)
+    ffns = [dense] * count if family.experts is None else ffn_specs(config, family.experts, dense, count)
+    _check_dense(config, family, count)
+    return tuple(
+        LayerSpec(index, attention, ffn, family.norm_before, family.norm_after)
+        for index, (attention, ffn) in enumerate(zip(attentions, ffns, strict=True))
+    )
+
+
+def _check_dense(config: ConfigValues, family: Family, count: int) -> None:
+    """UnsupportedModelError where a layer has experts."""
+    if "first_k_dense_replace" not in family.keys or config.values.get("n_routed_experts") is None:
+        return
+    dense = config.integer("first_k_dense_replace", 0, MAX_SIZE)
+    if dense < count:
+        raise config.unsupported("first_k_dense_replace", dense, f"num_hidden_layers {count}: no layer with experts")
+
+
+def _attentions(
+    config: ConfigValues, family: Family, heads: int, count: int, warnings: list[str]
+) -> list[AttentionSpec]:
     kv_heads = config.integer("num_key_value_heads", 1, MAX_SIZE, heads)
     if heads % kv_heads:
         raise config.bad("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}")
     head_dim = _head_dim(config, heads, rotates=not family.rope.absent)
     qkv_bias, o_bias = _attention_bias(config, family, warnings)
-    mlp_bias = config.flag("mlp_bias", False)
-    if mlp_bias and not family.mlp_bias_key:
-        raise config.unsupported("mlp_bias", mlp_bias, f"false for {family.name}")
     if config.values.get("scale_attn_weights") is False:
         raise config.unsupported(
             "scale_attn_weights", False, "true: scores divided by the root of the head's dimensions"
         )
-    dense = _ffn(config, family, mlp_bias or family.ffn_bias, warnings)
-    ffns = [dense] * count if family.experts is None else ffn_specs(config, family.experts, dense, count)
     ropes = ropes_by_layer_type(config, head_dim, family.rope)
     rotated = _rotated_layers(config, family, count)
     scale = _multiplier(config, family, "attention_multiplier", head_dim**-0.5)
@@ -216,27 +254,21 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
         scale = config.number("query_pre_attn_scalar", scalar, above=0) ** -0.5
     softcap = _softcap(config, family, "attn_logit_softcapping")
     types = _layer_types(config, family, count)
-    return tuple(
-        LayerSpec(
-            index,
-            AttentionSpec(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=scale,
-                rope=ropes[types[index]] if rotated[index] else None,
-                qkv_bias=qkv_bias,
-                o_bias=o_bias,
-                qk_norm=family.qk_norm,
-                window=window,
-                softcap=softcap,
-            ),
-            ffns[index],
-            family.norm_before,
-            family.norm_after,
+    return [
+        AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            rope=ropes[types[index]] if rotated[index] else None,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=family.qk_norm,
+            window=window,
+            softcap=softcap,
         )
         for index, window in enumerate(_windows(config, family, types))
-    )
+    ]
 
 
 def _ffn(config: ConfigValues, family: Family, bias: bool, warnings: list[str]) -> FFNSpec:

@@ -13,15 +13,19 @@ from typing import Any
 import numpy as np
 
 from pyengine._core import Activation, Backend, Format, GroupScore, Norm, OpKind, Program, Scoring, Stage
+from pyengine.emit_latent import emit_latent_attention
 from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.fuse import fuse
-from pyengine.spec import FFNSpec, LayerSpec, ModelSpec, MoESpec, RopeSpec, RouterSpec
-from pyengine.weights import NONE, LayerWeights, ModelWeights, QkvLayout, padded
+from pyengine.pack_layer import NONE, LayerWeights, QkvLayout
+from pyengine.packer import padded
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, RopeSpec, RouterSpec
+from pyengine.weights import ModelWeights
 
 Op = dict[str, Any]  # the fields of pe_op (csrc/include/pyengine.h)
 
 TAPS = ("attn_norm", "attention", "ffn_norm", "act", "hidden")
 NORMS = {"rms": Norm.RMS_NORM, "layer": Norm.LAYER_NORM}
+LATENT_TAPS = ("q_latent",)  # what q_b_proj reads: layers of latent attention with a q_lora_rank have it
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
@@ -209,18 +213,13 @@ def emit_moe(b: Builder, layer: LayerSpec, f: MoESpec, w: LayerWeights, norm: in
         b.leave(layer, branch, x, NONE, NONE, Stage.FFN)
 
 
-def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
-    """x += attention(norm(x)); x += ffn(norm(x))."""
-    a, f, i, hidden = layer.attention, layer.ffn, layer.index, b.spec.hidden_size
-    qkv = QkvLayout.of(a)
+def emit_attention(b: Builder, layer: LayerSpec, a: AttentionSpec, w: LayerWeights, norm: int) -> int:
+    """Attention up to, not including, o_proj, of what a branch reads; the buffer [heads * head_dim] of its result."""
+    i = layer.index
     heads = {"heads": a.num_heads, "kv_heads": a.num_kv_heads, "head_dim": a.head_dim}
     kv_group, kv_layer = b.layout.groups[i]
     kv = {**heads, "kv_group": kv_group, "kv_layer": kv_layer}
-    joined = b.buffer("qkv", qkv.width)
-    attended, branch = b.buffer("attended", a.num_heads * a.head_dim), b.buffer("branch", hidden)
-
-    norm = b.enter(layer, x, w.attn_norm, w.attn_norm_bias)
-    b.tap(i, "attn_norm", norm, Stage.NORM)
+    joined, attended = b.buffer("qkv", QkvLayout.of(a).width), b.buffer("attended", a.width)
     q_in = b.quantized(norm, "norm", Stage.NORM, i)
     b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=q_in, output=joined, weight=w.qkv, bias=w.qkv_bias)
     if a.qk_norm:
@@ -231,6 +230,19 @@ def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
     b.emit(OpKind.KV_APPEND, Stage.ATTENTION, i, input=joined, **kv)
     window = {"window": a.window or 0, "scale": a.scale, "softcap": a.softcap or 0.0}
     b.emit(OpKind.ATTENTION, Stage.ATTENTION, i, input=joined, output=attended, **kv, **window)
+    return attended
+
+
+def emit_layer(b: Builder, layer: LayerSpec, w: LayerWeights, x: int) -> None:
+    """x += attention(norm(x)); x += ffn(norm(x))."""
+    a, f, i, hidden = layer.attention, layer.ffn, layer.index, b.spec.hidden_size
+    branch = b.buffer("branch", hidden)
+    norm = b.enter(layer, x, w.attn_norm, w.attn_norm_bias)
+    b.tap(i, "attn_norm", norm, Stage.NORM)
+    if isinstance(a, MLASpec):
+        attended = emit_latent_attention(b, layer, a, w, norm)
+    else:
+        attended = emit_attention(b, layer, a, w, norm)
     b.tap(i, "attention", attended, Stage.ATTENTION)
     o_in = b.quantized(attended, "attended", Stage.ATTENTION, i)
     b.emit(OpKind.LINEAR, Stage.ATTENTION, i, input=o_in, output=branch, weight=w.o, bias=w.o_bias)
@@ -262,9 +274,10 @@ class BuiltProgram:
 
 def taps_of(layer: LayerSpec) -> tuple[str, ...]:
     """Names of what a program can show of a layer. "act" of experts is [T, top_k * intermediate], by slot."""
-    f = layer.ffn
+    a, f = layer.attention, layer.ffn
+    names = TAPS + (LATENT_TAPS if isinstance(a, MLASpec) and a.q_lora_rank is not None else ())
     shared = isinstance(f, MoESpec) and f.shared is not None
-    return TAPS + (("routing",) if isinstance(f, MoESpec) else ()) + (("shared_act",) if shared else ())
+    return names + (("routing",) if isinstance(f, MoESpec) else ()) + (("shared_act",) if shared else ())
 
 
 def check_hooks(spec: ModelSpec, hooks: Hooks) -> None:

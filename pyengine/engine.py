@@ -29,7 +29,7 @@ from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.routing import RoutingCounts, UInt64, by_layer
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer
-from pyengine.spec import ModelSpec, RopeSpec
+from pyengine.spec import MLASpec, ModelSpec, RopeSpec
 from pyengine.tensors import check_tensors
 from pyengine.tokenizer import Tokenizer
 from pyengine.weights import Progress
@@ -109,7 +109,7 @@ class Engine:
             quant = stored_quant(checkpoint) if quant == "none" else quant
             self.quantization = quantize.choose(quant, arguments["group_size"], arguments["int4_scheme"])
             self.quant, self.group_size = self.quantization.quant, self.quantization.group_size
-            self.kv_dtype = choose_kv_dtype(arguments["kv_dtype"], self.quant)
+            self.kv_dtype = choose_kv_dtype(arguments["kv_dtype"], self.quant, self.spec)
             self.ctx_size = choose_ctx_size(arguments["ctx_size"], self.spec)
             self.tokenizer = self._load_tokenizer()
             self.backend = Backend(arguments["threads"] or 0, arguments["isa"] or "")
@@ -417,9 +417,12 @@ def check_device(device: str) -> str:
     raise RequestError(f"device {device!r}; expected 'auto' or 'cpu'")
 
 
-def choose_kv_dtype(kv_dtype: str | None, quant: str) -> str:
+def choose_kv_dtype(kv_dtype: str | None, quant: str, spec: ModelSpec) -> str:
+    """The default is bf16, f32 under f32. int8 has one scale a row, which [latent | rotary key] would have to share."""
     if kv_dtype not in (None, *KV_DTYPES):
         raise RequestError(f"KV dtype {kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
+    if kv_dtype == "int8" and any(isinstance(layer.attention, MLASpec) for layer in spec.layers):
+        raise UnsupportedModelError(f"KV dtype 'int8' for latent attention ({spec.family}); expected 'bf16' or 'f32'")
     return kv_dtype or ("f32" if quant == "f32" else "bf16")
 
 

@@ -89,6 +89,7 @@ class Family:
     inert: tuple[str, ...] = ()  # those of them that change no number
     off: tuple[str, ...] = ()  # those of them that are not supported unless off
     spellings: Mapping[str, str] = field(default_factory=dict)  # usual config key -> this family's name of it
+    latent: bool = False  # multi-head latent attention
     texts: tuple[str, ...] = ()  # a model of several parts: families its decoder, under text_config, may be of
     rope: RopeForm = field(default_factory=RopeForm)
     experts: Experts | None = None
@@ -124,6 +125,22 @@ _QWEN = {
     "max_window_layers": 28,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
+}
+_LATENT_KEYS = (
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
+    "qk_head_dim", "num_nextn_predict_layers",
+)  # fmt: skip
+_EXPERT_KEYS = (
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq",
+    "first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor",
+    "scoring_func", "ep_size", "seq_aux", "aux_loss_alpha",
+)  # fmt: skip
+_DEEPSEEK = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
 }
 _VISION_KEYS = (
     "text_config", "vision_config", "image_token_index", "image_token_id", "projector_hidden_act",
@@ -389,6 +406,23 @@ FAMILIES: dict[str, Family] = {
         texts=("MistralForCausalLM", "Ministral3ForCausalLM"),
         names=_LANGUAGE_MODEL,
         keys=_VISION_KEYS,
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        "deepseek_v2",
+        latent=True,
+        mlp_bias_key=True,
+        defaults={**_DEEPSEEK, "max_position_embeddings": 2048},
+        keys=(*_LATENT_KEYS, *_EXPERT_KEYS),
+        rope=RopeForm(interleaved=True),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        "deepseek_v3",
+        latent=True,
+        defaults={**_DEEPSEEK, "max_position_embeddings": 4096, "num_nextn_predict_layers": 1},
+        keys=(*_LATENT_KEYS, *_EXPERT_KEYS),
+        rope=RopeForm(interleaved=True),
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3",

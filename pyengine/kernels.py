@@ -30,8 +30,8 @@ from pyengine.kernel_program import EMPTY as EMPTY
 from pyengine.kernel_program import Array, Float32, matrix, values, weighting
 from pyengine.kernel_program import Bench as Bench
 from pyengine.kernel_program import run as run
+from pyengine.packer import PANEL, padded
 from pyengine.quantize import PackedFormat, choose
-from pyengine.weights import PANEL, padded
 
 KV_DTYPES = {"float32": KvDtype.F32, "bfloat16": KvDtype.BF16, "int8": KvDtype.INT8}
 

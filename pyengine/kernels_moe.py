@@ -15,9 +15,9 @@ from pyengine._core import Format, OpKind
 from pyengine.decoder import ACTIVATIONS, router_fields
 from pyengine.errors import RequestError
 from pyengine.kernel_program import Array, Bench, Float32, matrix, values
+from pyengine.packer import padded
 from pyengine.quantize import PackedFormat, choose
 from pyengine.spec import RouterSpec
-from pyengine.weights import padded
 
 
 def _router(b: Bench, x: int, weight: Array, router: RouterSpec, bias: Any) -> int:

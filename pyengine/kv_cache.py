@@ -1,7 +1,7 @@
 """Stage 5, kv_cache: which blocks of the core's KV pools belong to which sequence.
 
-Layers with the same (KV heads, head_dim, window) form a group with one pool of blocks of 32 tokens and one block table
-per sequence; a window group gives back the blocks that no later token can see.
+Layers with the same (KV heads, columns of K and V, window) form a group with one pool of blocks of 32 tokens and one
+block table per sequence; a window group gives back the blocks that no later token can see.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class KvPool:
     def __init__(self, backend: Backend, spec: ModelSpec, kv_dtype: str) -> None:
         self.backend = backend
         dtype = int(KvDtype.__members__[kv_dtype.upper()])
-        shapes: dict[tuple[int, int, int | None], list[int]] = {}
+        shapes: dict[tuple[int, int, int, int | None], list[int]] = {}
         for layer in spec.layers:
             a = layer.attention
-            shapes.setdefault((a.num_kv_heads, a.head_dim, a.window), []).append(layer.index)
+            shapes.setdefault((a.num_kv_heads, a.k_dim, a.v_dim, a.window), []).append(layer.index)
         self.windows: list[int | None] = []
         self.ids: list[int] = []
         self.free: list[list[int]] = []
         self.size: list[int] = []
         places: dict[int, tuple[int, int]] = {}
-        for (kv_heads, head_dim, window), layers in shapes.items():
-            group = backend.kv_create(len(layers), kv_heads, head_dim, head_dim, dtype)
+        for (kv_heads, k_dim, v_dim, window), layers in shapes.items():
+            group = backend.kv_create(len(layers), kv_heads, k_dim, v_dim, dtype)
             places.update({layer: (group, at) for at, layer in enumerate(layers)})
             self.ids.append(group)
             self.windows.append(window)

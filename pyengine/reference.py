@@ -21,7 +21,8 @@ from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError
-from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, ModelSpec, MoESpec, NormSpec
+from pyengine.reference_latent import latent_qkv
+from pyengine.spec import FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, NormSpec
 from pyengine.tensors import CanonicalTensors, check_tensors
 
 Array = NDArray[Any]
@@ -103,13 +104,14 @@ def attention(
 ) -> Array:
     """Causal softmax attention with grouped KV heads.
 
-    q [T, heads, d] at positions start .. start + T; k and v [start + T, kv_heads, d] at positions 0 on; heads is a
-    multiple of kv_heads, and query head h reads KV head h // (heads / kv_heads). A query at position p sees the keys
-    max(0, p - window + 1) .. p. softcap: as in AttentionSpec. Returns [T, heads * d].
+    q [T, heads, d] at positions start .. start + T; k [start + T, kv_heads, d] and v [start + T, kv_heads, dv] at
+    positions 0 on; heads is a multiple of kv_heads, and query head h reads KV head h // (heads / kv_heads). A query at
+    position p sees the keys max(0, p - window + 1) .. p. softcap: as in AttentionSpec.
+    Returns [T, heads * dv].
     """
-    tokens, heads, dim = q.shape
+    tokens, heads, _ = q.shape
     keys, kv_heads = k.shape[:2]
-    out = np.empty_like(q)
+    out = np.empty((tokens, heads, v.shape[2]), q.dtype)
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)
         low = 0 if window is None else max(0, start + begin - window + 1)
@@ -121,7 +123,7 @@ def attention(
             scores = capped(q[begin:end, h] @ k[low:high, g].T * q.dtype.type(scale), softcap)
             scores[hidden] = -np.inf
             out[begin:end, h] = softmax(scores) @ v[low:high, g]
-    return out.reshape(tokens, heads * dim)
+    return out.reshape(tokens, -1)
 
 
 def swiglu_ffn(x: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -339,8 +341,11 @@ class ReferenceModel:
         return y
 
     def attend(self, x: Array, layer: LayerSpec, start: int, cache: ReferenceCache) -> Array:
-        """Attention up to, not including, o_proj: x [T, hidden_size] to [T, heads * head_dim]."""
-        spec: AttentionSpec = layer.attention
+        """Attention up to, not including, o_proj: x [T, hidden_size] to [T, width]."""
+        spec = layer.attention
+        if isinstance(spec, MLASpec):
+            q, k, v = latent_qkv(self, x, spec, layer.index, start, cache)
+            return attention(q, k, v, spec.scale, start)
         prefix = f"model.layers.{layer.index}.self_attn."
         q, k, v = (self.linear(x, prefix + name, spec.qkv_bias) for name in ("q_proj", "k_proj", "v_proj"))
         if spec.qk_norm == "whole":

@@ -69,14 +69,16 @@ def _yarn(rope: RopeSpec, p: dict[str, Any]) -> tuple[Float32, float]:
 
 
 def _yarn_attention_factor(factor: float, p: dict[str, Any]) -> float:
-    def mscale(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return mscale(p["mscale"]) / mscale(p["mscale_all_dim"])
-    return mscale(1)
+        return yarn_mscale(factor, p["mscale"]) / yarn_mscale(factor, p["mscale_all_dim"])
+    return yarn_mscale(factor, 1)
+
+
+def yarn_mscale(factor: float, scale: float) -> float:
+    """By what q and k are lengthened for a context `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def inv_freq(rope: RopeSpec, seq_len: int | None = None) -> tuple[Float32, float]:

@@ -54,6 +54,71 @@ class AttentionSpec:
     window: int | None = None  # keys seen, the query's own included; None = all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap) before the softmax
 
+    @property
+    def k_dim(self) -> int:
+        """Columns of a key in the cache; v_dim: of a value."""
+        return self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Columns of the attention's result, which o_proj reads."""
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-AI 2024): keys and values of all heads come from one latent a token.
+
+    latent [kv_lora_rank] = norm(kv_a(x)), and beside it a rotary key [qk_rope_head_dim] that all heads share. Head h
+    has q = [nope | rope], k = [W_UK_h latent | rotary key] and v = W_UV_h latent; W_UK_h and W_UV_h are its rows of
+    kv_b_proj. q comes from a latent of its own, or straight from x where q_lora_rank is None.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float  # multiplies q.k; (nope + rope) ** -0.5, under yarn times the square of its mscale
+    rope: RopeSpec  # over qk_rope_head_dim
+    bias: bool = False  # of the projections to latents and of o_proj
+    latent_eps: float = 1e-6  # of the norms of both latents
+
+    num_kv_heads: int = field(default=1, init=False)  # the cache holds [latent | rotary key] once, for all heads
+    window: int | None = field(default=None, init=False)
+    softcap: float | None = field(default=None, init=False)
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and k."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def q_name(self) -> str:
+        """The projection to q."""
+        return "q_proj" if self.q_lora_rank is None else "q_b_proj"
+
+    @property
+    def k_dim(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.kv_lora_rank
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.v_head_dim
+
+    @property
+    def o_bias(self) -> bool:
+        return self.bias
+
 
 @dataclass(frozen=True)
 class FFNSpec:
@@ -100,7 +165,7 @@ class LayerSpec:
     """One decoder layer: x += attention(norm(x)); x += ffn(norm(x)). Norms stand before a branch, after it, or both."""
 
     index: int
-    attention: AttentionSpec
+    attention: AttentionSpec | MLASpec
     ffn: FFNSpec | MoESpec
     norm_before: bool = True
     norm_after: bool = False
@@ -118,6 +183,8 @@ class ModelSpec:
     max_position_embeddings: int
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
+    mtp_layers: int = 0  # layers behind the last that predict further tokens; in the files, not used
+    fp8_block: tuple[int, int] | None = None  # of matrices stored as float8 (fp8.py); None: there are none
     embedding_scale: float = 1.0  # multiplies the embedding's rows, not the head
     residual_scale: float = 1.0  # multiplies what attention and the FFN add to the hidden state
     logits_scale: float = 1.0  # divides the logits

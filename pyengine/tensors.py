@@ -20,7 +20,8 @@ from pyengine import rope
 from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
 from pyengine.errors import ModelFormatError, UnsupportedModelError
 from pyengine.families import FAMILIES, Names
-from pyengine.spec import FFNSpec, LayerSpec, ModelSpec, MoESpec
+from pyengine.fp8 import SCALE, Fp8Checkpoint, scale_shape
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 
 LISTED = 10  # tensors that an error names
@@ -63,17 +64,14 @@ def _norm(spec: ModelSpec, name: str) -> dict[str, Shape]:
 def layer_tensors(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
     """The same of one layer, by the name behind `model.layers.<n>.`."""
     a, f, hidden = layer.attention, layer.ffn, spec.hidden_size
-    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     shapes: dict[str, Shape] = {}
     if layer.norm_before:
         shapes |= _norm(spec, "input_layernorm") | _norm(spec, "post_attention_layernorm")
     if layer.norm_after:
         shapes |= _norm(spec, "post_self_attn_layernorm") | _norm(spec, "post_mlp_layernorm")
     for name, rows, cols, bias in (
-        ("self_attn.q_proj", q, hidden, a.qkv_bias),
-        ("self_attn.k_proj", kv, hidden, a.qkv_bias),
-        ("self_attn.v_proj", kv, hidden, a.qkv_bias),
-        ("self_attn.o_proj", hidden, q, a.o_bias),
+        *_attention_matrices(a, hidden),
+        ("self_attn.o_proj", hidden, a.width, a.o_bias),
         *_ffn("mlp", f, hidden),
     ):
         shapes[f"{name}.weight"] = (rows, cols)
@@ -81,11 +79,32 @@ def layer_tensors(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
             shapes[f"{name}.bias"] = (rows,)
     if isinstance(f, MoESpec) and f.router.selection_bias:
         shapes["mlp.gate.e_score_correction_bias"] = (f.router.num_experts,)
-    if a.qk_norm:
-        whole = a.qk_norm == "whole"
-        shapes["self_attn.q_norm.weight"] = (q if whole else a.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (kv if whole else a.head_dim,)
+    if isinstance(a, MLASpec):
+        shapes["self_attn.kv_a_layernorm.weight"] = (a.kv_lora_rank,)
+        if a.q_lora_rank is not None:
+            shapes["self_attn.q_a_layernorm.weight"] = (a.q_lora_rank,)
+    elif a.qk_norm:
+        for name, heads in (("q_norm", a.num_heads), ("k_norm", a.num_kv_heads)):
+            shapes[f"self_attn.{name}.weight"] = (a.head_dim * (heads if a.qk_norm == "whole" else 1),)
     return shapes
+
+
+def _attention_matrices(a: AttentionSpec | MLASpec, hidden: int) -> list[tuple[str, int, int, bool]]:
+    """(name, rows, columns, whether it has a bias) of what q, k and v come from."""
+    q = a.num_heads * a.head_dim
+    if isinstance(a, AttentionSpec):
+        kv = a.num_kv_heads * a.head_dim
+        sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        return [(f"self_attn.{name}", rows, hidden, a.qkv_bias) for name, rows in sizes.items()]
+    expanded = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+    latent = [
+        ("self_attn.kv_a_proj_with_mqa", a.k_dim, hidden, a.bias),
+        ("self_attn.kv_b_proj", expanded, a.kv_lora_rank, False),
+    ]
+    if a.q_lora_rank is None:
+        return [("self_attn.q_proj", q, hidden, False), *latent]
+    down = ("self_attn.q_a_proj", a.q_lora_rank, hidden, a.bias)
+    return [down, ("self_attn.q_b_proj", q, a.q_lora_rank, False), *latent]
 
 
 def _ffn(name: str, f: FFNSpec | MoESpec, hidden: int) -> list[tuple[str, int, int, bool]]:
@@ -112,11 +131,21 @@ def row_orders(layer: LayerSpec) -> dict[str, npt.NDArray[np.int64]]:
     a = layer.attention
     if a.rope is None or not a.rope.interleaved:
         return {}
+    if isinstance(a, MLASpec):  # the rotary part stands behind the others
+        last = rope.half_split(a.rope, a.qk_rope_head_dim)
+        head = np.concatenate([np.arange(a.qk_nope_head_dim), a.qk_nope_head_dim + last])
+        q = np.concatenate([head + a.head_dim * h for h in range(a.num_heads)])
+        key = np.concatenate([np.arange(a.kv_lora_rank), a.kv_lora_rank + last])
+        return {
+            f"self_attn.{a.q_name}.weight": q,
+            "self_attn.kv_a_proj_with_mqa.weight": key,
+            "self_attn.kv_a_proj_with_mqa.bias": key,
+        }
     head = rope.half_split(a.rope, a.head_dim)
     heads = {"q": a.num_heads, "k": a.num_kv_heads}
     rows = {key: np.concatenate([head + a.head_dim * h for h in range(count)]) for key, count in heads.items()}
     orders = {f"self_attn.{key}_proj.{leaf}": rows[key] for key in heads for leaf in ("weight", "bias")}
-    return orders | {f"self_attn.{key}_norm.weight": head for key in heads}
+    return orders | {f"self_attn.{key}_norm.weight": rows[key] if a.qk_norm == "whole" else head for key in heads}
 
 
 # ---- names on disk --------------------------------------------------------------------------------------------------
@@ -218,7 +247,7 @@ class CanonicalTensors:
     """
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint = checkpoint if spec.fp8_block is None else Fp8Checkpoint(checkpoint, spec.fp8_block)
         self.spec = spec
         expected = expected_tensors(spec)
         on_disk = NamesOnDisk(FAMILIES[spec.architecture].names, checkpoint.tensors)
@@ -293,12 +322,17 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
     names = FAMILIES[spec.architecture].names
     on_disk = NamesOnDisk(names, tensors)
     expected: dict[str, Shape] = {}
-    norms = set()
+    more_dtypes: dict[str, str] = {}  # beside FLOATS
     for name, source in on_disk.sources(expected_tensors(spec)).items():
         expected[source.name] = source.shape
         if name.endswith(("norm.weight", "norm.bias")):
-            norms.add(source.name)
-    extra = [name for name in tensors if name not in expected]
+            more_dtypes[source.name] = "F64"
+        if spec.fp8_block is not None and len(source.shape) == 2:
+            more_dtypes[source.name] = "F8_E4M3"
+            if source.name in tensors and tensors[source.name].dtype == "F8_E4M3":
+                expected[source.name + SCALE] = scale_shape(source.shape, spec.fp8_block)
+    unread = _unread(spec, on_disk, tensors)
+    extra = [name for name in tensors if name not in expected and name not in unread]
     quantized = [name for name in extra if name.endswith(QUANTIZED)]
     if quantized:
         raise UnsupportedModelError(
@@ -311,7 +345,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
             f"{where}: {len(missing)} tensors are missing: {_listed(missing)}{others}; expected all of config.json's"
         )
     for name, shape in expected.items():
-        _check_tensor(tensors[name], shape, ("F64",) if name in norms else ())
+        _check_tensor(tensors[name], shape, more_dtypes.get(name))
     skipped = {start: [name for name in extra if name.startswith(start)] for start in names.skipped}
     known = {name for group in skipped.values() for name in group}
     harmless = {name for name in extra if name in known or _is_inert(tensors[name], spec, on_disk)}
@@ -328,7 +362,20 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
             "expected none, they would change the numbers"
         )
     notes = [f"{len(group)} tensors {shown(start + '*')} are not used" for start, group in skipped.items() if group]
+    for what in dict.fromkeys(unread.values()):
+        notes.append(f"{sum(other == what for other in unread.values())} tensors of {what} are not used")
     return notes + [f"tensor {shown(name)} is not used" for name in extra if name not in known]
+
+
+def _unread(spec: ModelSpec, on_disk: NamesOnDisk, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Tensors that are known and not read -> what they are of."""
+    unread = {}
+    for name in tensors:
+        if spec.num_layers <= (layer := on_disk.layer_of(name)) < spec.num_layers + spec.mtp_layers:
+            unread[name] = f"layer {layer}, which predicts further tokens,"
+        elif spec.fp8_block is not None and name.endswith(".activation_scale"):
+            unread[name] = "scales of activations"
+    return unread
 
 
 def _is_inert(info: TensorInfo, spec: ModelSpec, on_disk: NamesOnDisk) -> bool:
@@ -338,13 +385,13 @@ def _is_inert(info: TensorInfo, spec: ModelSpec, on_disk: NamesOnDisk) -> bool:
     return info.name.startswith("mtp.") or info.name.endswith(INERT) or info.dtype in ("BOOL", "I64")
 
 
-def _check_tensor(info: TensorInfo, shape: Shape, more_dtypes: tuple[str, ...]) -> None:
-    if info.shape != shape:
+def _check_tensor(info: TensorInfo, shape: Shape, more_dtype: str | None) -> None:
+    if info.shape != shape and not (shape == () and info.shape == (1,)):
         raise ModelFormatError(
             f"{info.file}: tensor {shown(info.name)}: shape {list(info.shape)}; "
             f"expected {list(shape)} (from config.json)"
         )
-    dtypes = (*FLOATS, *more_dtypes)
+    dtypes = FLOATS if more_dtype is None else (*FLOATS, more_dtype)
     if info.dtype not in dtypes:
         raise UnsupportedModelError(
             f"{info.file}: tensor {shown(info.name)}: dtype {info.dtype}; expected {', '.join(dtypes)}"

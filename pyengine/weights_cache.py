@@ -25,10 +25,11 @@ from pyengine import _core
 from pyengine._core import Backend
 from pyengine.checkpoint import Checkpoint
 from pyengine.errors import ModelFormatError, PyEngineError, ResourceError
+from pyengine.pack_layer import NONE, LayerWeights
 from pyengine.paths import weights_cache_dir
 from pyengine.quantize import QUANTIZER_VERSION, Quantization
 from pyengine.spec import ModelSpec
-from pyengine.weights import NONE, LayerWeights, ModelWeights, Observer, Prepare, Progress, load_weights
+from pyengine.weights import ModelWeights, Observer, Prepare, Progress, load_weights
 
 FILE_VERSION = 2
 WORTH_SECONDS = 2.0  # a load that took less is not worth a file

@@ -34,6 +34,7 @@ def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     qkv_bias = kind == "qwen2" or config.get("attention_bias", False)
     o_bias = kind != "qwen2" and config.get("attention_bias", False)
     mlp_bias = config.get("mlp_bias", False)
+    mla = "kv_lora_rank" in config
     tensors: dict[str, np.ndarray] = {}
 
     def linear(name: str, rows: int, cols: int, bias: bool = False) -> None:
@@ -49,16 +50,29 @@ def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
         p = f"model.layers.{layer}."
         norm(p + "input_layernorm", hidden)
         norm(p + "post_attention_layernorm", hidden)
-        linear(p + "self_attn.q_proj", heads * head_dim, hidden, qkv_bias)
-        linear(p + "self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias)
-        linear(p + "self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias)
-        linear(p + "self_attn.o_proj", hidden, heads * head_dim, o_bias)
+        if not mla:
+            linear(p + "self_attn.q_proj", heads * head_dim, hidden, qkv_bias)
+            linear(p + "self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias)
+            linear(p + "self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias)
+            linear(p + "self_attn.o_proj", hidden, heads * head_dim, o_bias)
         if kind == "qwen3":
             norm(p + "self_attn.q_norm", head_dim)
             norm(p + "self_attn.k_norm", head_dim)
         linear(p + "mlp.gate_proj", inter, hidden, mlp_bias)
         linear(p + "mlp.up_proj", inter, hidden, mlp_bias)
         linear(p + "mlp.down_proj", hidden, inter, mlp_bias)
+        if mla:
+            rank, nope, rope_dim = (config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"))
+            if config["q_lora_rank"] is None:
+                linear(p + "self_attn.q_proj", heads * (nope + rope_dim), hidden)
+            else:
+                linear(p + "self_attn.q_a_proj", config["q_lora_rank"], hidden, o_bias)
+                norm(p + "self_attn.q_a_layernorm", config["q_lora_rank"])
+                linear(p + "self_attn.q_b_proj", heads * (nope + rope_dim), config["q_lora_rank"])
+            linear(p + "self_attn.kv_a_proj_with_mqa", rank + rope_dim, hidden, o_bias)
+            norm(p + "self_attn.kv_a_layernorm", rank)
+            linear(p + "self_attn.kv_b_proj", heads * (nope + config["v_head_dim"]), rank)
+            linear(p + "self_attn.o_proj", hidden, heads * config["v_head_dim"], o_bias)
     norm("model.norm", hidden)
     if not config.get("tie_word_embeddings", kind == "smollm3"):
         linear("lm_head", vocab, hidden)

@@ -45,7 +45,19 @@ MINISTRAL3 = {
     "head_dim": 16,
     "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "llama_4_scaling_beta": 0.1},
 }
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 BASES = {
+    "deepseek": DEEPSEEK,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,

@@ -179,28 +179,33 @@ typedef enum pe_stage {
 
 typedef enum pe_op_kind {
   /* plain ops; [T, ...] are buffers, T = tokens of the batch */
-  PE_OP_EMBED = 0,    /* output = scale * weight[token_ids] (+ weight2[positions]) */
-  PE_OP_LOAD_HIDDEN,  /* output = batch.hidden */
-  PE_OP_NORM,         /* output = norm(input) * norm (+ norm_bias), of norm_kind */
-  PE_OP_QUANTIZE,     /* output(int8) = quantize(input) */
-  PE_OP_LINEAR,       /* output = input . weight^T (+ bias) */
-  PE_OP_QK_NORM,      /* output = input with the heads of q and k normalised by norm and norm2, or (where these are as
-                         wide) all of q and all of k; in = [q | k | v] */
-  PE_OP_ROPE,         /* output = input with q and k heads rotated; in = [q | k | v] */
-  PE_OP_KV_APPEND,    /* cache = k, v of input [q | k | v] */
-  PE_OP_ATTENTION,    /* output = softmax(cap(q . K * scale)) . V; q = first heads * head_dim columns of input;
-                         cap(s) = softcap * tanh(s / softcap) where softcap is not 0 */
-  PE_OP_ADD,          /* output += scale * input */
-  PE_OP_ACT_MUL,      /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
-  PE_OP_ACT,          /* output = activation(input) */
-  PE_OP_MASK_COLUMNS, /* output = norm[column] != 0 ? output : 0 */
-  PE_OP_TAP,          /* batch.taps[head_dim] = input; rows of experts in the order of (token, slot) */
-  PE_OP_DEQUANTIZE,   /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
-  PE_OP_ROUTER,       /* output = [top_k weights | top_k expert ids] of scores(input . weight^T), bias = selection bias;
-                         scratch [T, experts]. Experts are chosen by score + bias, ties to the lower id */
-  PE_OP_MOE_GATE_UP,  /* output [top_k rows a token] = ACT_MUL of LINEAR(weight) of each token's experts */
-  PE_OP_MOE_DOWN,     /* output = sum over slots of routing weight * (input row . weight2^T), slots ascending */
-  PE_OP_GATE,         /* output *= sigmoid(input . norm), one number a token */
+  PE_OP_EMBED = 0,     /* output = scale * weight[token_ids] (+ weight2[positions]) */
+  PE_OP_LOAD_HIDDEN,   /* output = batch.hidden */
+  PE_OP_NORM,          /* output = norm(input) * norm (+ norm_bias), of norm_kind */
+  PE_OP_QUANTIZE,      /* output(int8) = quantize(input) */
+  PE_OP_LINEAR,        /* output = input . weight^T (+ bias) */
+  PE_OP_QK_NORM,       /* output = input with the heads of q and k normalised by norm and norm2, or (where these are as
+                          wide) all of q and all of k; in = [q | k | v] */
+  PE_OP_ROPE,          /* output = input with q and k heads rotated; in = [q | k | v] */
+  PE_OP_KV_APPEND,     /* cache = k, v of input [q | k | v] */
+  PE_OP_ATTENTION,     /* output = softmax(cap(q . K * scale)) . V; q = first heads * head_dim columns of input;
+                          cap(s) = softcap * tanh(s / softcap) where softcap is not 0; head_dim = k_dim of the cache,
+                          output = heads * v_dim */
+  PE_OP_ADD,           /* output += scale * input */
+  PE_OP_ACT_MUL,       /* output = activation(gate) * up; input is interleaved by 16: gate0 up0 gate1 up1 ... */
+  PE_OP_ACT,           /* output = activation(input) */
+  PE_OP_MASK_COLUMNS,  /* output = norm[column] != 0 ? output : 0 */
+  PE_OP_HEAD_LINEAR,   /* output head h = [weight rows of head h . first columns of input head h | its rest, rotated];
+                          head_dim: of the input; the weight is float, each head's rows from a panel border */
+  PE_OP_LATENT_APPEND, /* in place, input = [latent | key]: latent normed by norm, key rotated; cache: K = both, V =
+                          the latent */
+  PE_OP_TAP,           /* batch.taps[head_dim] = input; rows of experts in the order of (token, slot) */
+  PE_OP_DEQUANTIZE,    /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
+  PE_OP_ROUTER,      /* output = [top_k weights | top_k expert ids] of scores(input . weight^T), bias = selection bias;
+                        scratch [T, experts]. Experts are chosen by score + bias, ties to the lower id */
+  PE_OP_MOE_GATE_UP, /* output [top_k rows a token] = ACT_MUL of LINEAR(weight) of each token's experts */
+  PE_OP_MOE_DOWN,    /* output = sum over slots of routing weight * (input row . weight2^T), slots ascending */
+  PE_OP_GATE,        /* output *= sigmoid(input . norm), one number a token */
   /* fused ops */
   PE_OP_NORM_QUANTIZE,      /* NORM, QUANTIZE */
   PE_OP_QKV_ROPE_APPEND,    /* LINEAR, QK_NORM?, ROPE?, KV_APPEND; output = [q | k | v] */

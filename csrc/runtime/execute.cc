@@ -93,6 +93,8 @@ void Program::dispatch(const Op& op, int thread) {
     case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
     case PE_OP_ACT: return each_token(1, &Program::act, op, thread);
     case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
+    case PE_OP_HEAD_LINEAR: return head_linear(op, thread);
+    case PE_OP_LATENT_APPEND: return each_token(1, &Program::latent_append, op, thread);
     case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
     case PE_OP_DEQUANTIZE: return dequantize(op, thread);
     case PE_OP_ROUTER: return router(op, thread);

@@ -23,6 +23,8 @@ void shape(Buffer& b, int64_t tokens) {
 
 namespace {
 
+constexpr int32_t kGroupHeads = 16;  // query heads of one KV head that a thread takes at a time, at most
+
 void place(Buffer& b, uint8_t* base, int64_t tokens) {
   uint8_t* p = base + b.offset;
   if (!b.quantized) {
@@ -183,17 +185,20 @@ void Program::plan_scratch() {
     if (op.routing || op.d.kind == PE_OP_ROUTER) plan_routing(op, wide);
     if (op.d.kind != PE_OP_ATTENTION && op.d.kind != PE_OP_ATTENTION_QUANTIZE) continue;
     const int32_t ratio = op.d.heads / op.d.kv_heads;
+    int32_t heads = std::min(ratio, kGroupHeads);  // the largest divisor up to there
+    while (ratio % heads) --heads;
+    op.group_heads = heads;
     size_t i = 0;
-    while (i < tilings_.size() && tilings_[i].heads_per_kv != ratio) ++i;
+    while (i < tilings_.size() && tilings_[i].group_heads != heads) ++i;
     if (i == tilings_.size()) {
-      Tiling t{ratio, std::max(1, 32 / ratio), {}, 0, 0};
+      Tiling t{heads, std::max(1, 32 / heads), {}, 0, 0};
       t.tiles.reserve(static_cast<size_t>(max_tokens_));
       tilings_.push_back(std::move(t));
     }
     op.tiling = i;
-    max_rows_ = std::max(max_rows_, int64_t{tilings_[i].tile_tokens} * ratio);
+    max_rows_ = std::max(max_rows_, int64_t{tilings_[i].tile_tokens} * heads);
     max_v_stride_ = std::max(max_v_stride_, int64_t{op.kv->v_stride()});
-    split_heads_ = std::max(split_heads_, int64_t{op.d.kv_heads});
+    split_groups_ = std::max(split_groups_, int64_t{op.d.heads / heads});
     if (op.kv->desc().dtype == PE_KV_INT8) digit_bytes = std::max(digit_bytes, q_digit_bytes(op.d.head_dim));
   }
   const size_t results = static_cast<size_t>(max_tokens_ + kTileTokens) * 8 * kPanel * 4;

@@ -30,6 +30,8 @@ const char* const kOpNames[] = {"embed",
                                 "act_mul",
                                 "act",
                                 "mask_columns",
+                                "head_linear",
+                                "latent_append",
                                 "tap",
                                 "dequantize",
                                 "router",
@@ -230,11 +232,11 @@ void Program::check(Op& op) {
     need(d, op.rope && op.rope->rotary_dim % 2 == 0 && op.rope->rotary_dim <= d.head_dim,
          "the rope table does not fit the head");
   };
-  const auto check_kv = [&] {
+  const auto check_kv = [&](int32_t v_dim) {
     check_heads();
     need(d,
          op.kv && op.kv->desc().kv_heads == d.kv_heads && op.kv->desc().k_dim == d.head_dim &&
-             op.kv->desc().v_dim == d.head_dim && d.kv_layer >= 0 && d.kv_layer < op.kv->desc().layers,
+             op.kv->desc().v_dim == v_dim && d.kv_layer >= 0 && d.kv_layer < op.kv->desc().layers,
          "the KV group has another shape");
   };
   const auto check_qk_norms = [&](bool required) {
@@ -293,12 +295,12 @@ void Program::check(Op& op) {
       break;
     case PE_OP_KV_APPEND:
       check_qkv(op.input);
-      check_kv();
+      check_kv(d.head_dim);
       break;
     case PE_OP_QKV_ROPE_APPEND:
       check_linear(op, op.weight, op.input, "needs a weight and an input");
       check_qkv(op.output);
-      check_kv();
+      check_kv(d.head_dim);
       if (op.rope) check_rope();
       check_qk_norms(false);
       check_bias(d.bias, op.weight);
@@ -308,14 +310,16 @@ void Program::check(Op& op) {
       break;
     case PE_OP_ATTENTION:
     case PE_OP_ATTENTION_QUANTIZE: {
-      check_kv();
+      const int32_t v_dim = op.kv ? op.kv->desc().v_dim : 0;
+      check_kv(v_dim);
       const bool fused = d.kind == PE_OP_ATTENTION_QUANTIZE;
       const Buffer* out = fused ? op.scratch : op.output;
-      const int64_t width = int64_t{d.heads} * d.head_dim;
-      need(d, op.input && !op.input->quantized && op.input->width >= width, "needs the float32 q");
-      need(d, out && !out->quantized && out->width == width, "needs a float32 output of heads * head_dim");
+      const int64_t width = int64_t{d.heads} * v_dim;
+      need(d, op.input && !op.input->quantized && op.input->width >= int64_t{d.heads} * d.head_dim,
+           "needs the float32 q");
+      need(d, out && !out->quantized && out->width == width, "needs a float32 output of heads * v_dim");
       need(d, !fused || (op.output && op.output->quantized && op.output->width == width),
-           "needs an int8 output of heads * head_dim");
+           "needs an int8 output of heads * v_dim");
       need(d, d.window >= 0, "the window is negative");
       break;
     }
@@ -327,6 +331,28 @@ void Program::check(Op& op) {
            "the input is not gate and up of the output, interleaved");
       break;
     case PE_OP_ACT: need(d, two_floats && op.input->width == op.output->width, "shapes differ"); break;
+    case PE_OP_HEAD_LINEAR: {
+      need(d, op.weight && is_packed(op.weight->format) && !is_integer(op.weight->format), "needs a float weight");
+      need(d,
+           two_floats && d.heads >= 1 && op.input->width >= int64_t{d.heads} * d.head_dim &&
+               op.output->width % d.heads == 0,
+           "needs float32 heads in and out");
+      const int64_t rest = d.head_dim - op.weight->cols, rows = op.output->width / d.heads - rest;
+      need(d, rest >= 0 && rows >= 1 && op.weight->panels == d.heads * ((rows + kPanel - 1) / kPanel),
+           "the weight does not fit the heads");
+      need(d, rest == 0 || (op.rope && op.rope->rotary_dim <= rest && op.rope->q_scales.empty()),
+           "the rope table does not fit the rest of a head");
+      break;
+    }
+    case PE_OP_LATENT_APPEND:
+      check_kv(op.kv ? op.kv->desc().v_dim : 0);
+      need(d,
+           d.kv_heads == 1 && op.input && !op.input->quantized && op.input->width == d.head_dim && op.norm &&
+               tensor_cols(d.norm) == op.kv->desc().v_dim,
+           "needs a float32 row of the cache's k_dim and a norm of its v_dim");
+      need(d, op.rope && op.rope->rotary_dim <= d.head_dim - op.kv->desc().v_dim,
+           "the rope table does not fit the key");
+      break;
     case PE_OP_MASK_COLUMNS:
       need(d, op.output && !op.output->quantized && op.norm && tensor_cols(d.norm) == op.output->width,
            "the mask's width differs");

@@ -42,6 +42,7 @@ struct Op {
   bool whole_norms = false;            // those of q and k are over all their heads
   int64_t k_column = 0, v_column = 0;  // of [q | k | v], each part padded to whole panels
   size_t tiling = 0;                   // index into tilings_, for attention
+  int32_t group_heads = 1;             // of that tiling
   // Small batches: a norm that only the next op reads is done by every thread for itself, which saves a barrier.
   int32_t own_output = -1, own_input = -1;  // index into own_, in the norm and in the op that reads it
   const Packed* next_weight = nullptr;      // what is read from memory after this op
@@ -56,7 +57,7 @@ struct TokenTile {
 };
 
 struct Tiling {
-  int32_t heads_per_kv, tile_tokens;
+  int32_t group_heads, tile_tokens;  // query heads of one KV head that a task takes
   std::vector<TokenTile> tiles;
   int64_t partial_rows = 0, partition_tasks = 0;
 };
@@ -144,14 +145,18 @@ class Program {
   void moe_down_one(const Op& op, const Buffer& act, float factor, int thread);
   void moe_ffn(const Op& op, int thread);
 
+  // latent.cc
+  void head_linear(const Op& op, int thread);
+  void latent_append(const Op& op, int64_t token, int thread);
+
   // attention.cc
   void attention(const Op& op, int thread);
-  AttentionArgs tile_rows(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
-  void attend_partition(const Op& op, const TokenTile& tile, int64_t kv_head, int32_t partition, bool more,
+  AttentionArgs tile_rows(const Op& op, const TokenTile& tile, int64_t group, int thread);
+  void attend_partition(const Op& op, const TokenTile& tile, int64_t group, int32_t partition, bool more,
                         AttentionArgs& args, float* max, float* sum, float* acc);
-  void attend_tile(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
-  void merge_partials(const Op& op, const TokenTile& tile, int64_t kv_head, int thread);
-  void quantize_heads(const Op& op, const TokenTile& tile, int64_t kv_head);
+  void attend_tile(const Op& op, const TokenTile& tile, int64_t group, int thread);
+  void merge_partials(const Op& op, const TokenTile& tile, int64_t group, int thread);
+  void quantize_heads(const Op& op, const TokenTile& tile, int64_t group);
 
   int64_t sequence_of(int64_t token) const { return token_sequence_[static_cast<size_t>(token)]; }
   int32_t block_of(const Op& op, int64_t sequence, int64_t index) const {
@@ -178,7 +183,7 @@ class Program {
   size_t scores_offset_ = 0, acc_offset_ = 0, digits_offset_ = 0, rows_offset_ = 0;
   int64_t max_rows_ = 1, max_v_stride_ = kPanel;
   Memory partials_;  // of partitions in decode; grows with the context
-  int64_t split_heads_ = 1;
+  int64_t split_groups_ = 1;
 
   // of the run in progress
   const pe_batch* batch_ = nullptr;

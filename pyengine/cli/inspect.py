@@ -13,7 +13,7 @@ from pyengine.cli import _options, _output
 
 if TYPE_CHECKING:
     from pyengine.checkpoint import TensorInfo
-    from pyengine.spec import AttentionSpec, FFNSpec, ModelSpec, MoESpec
+    from pyengine.spec import AttentionSpec, FFNSpec, MLASpec, ModelSpec, MoESpec
 
 
 def add_parser(commands: Any) -> None:
@@ -81,6 +81,8 @@ def ffn_text(ffn: FFNSpec | MoESpec) -> str:
 
 def layer_lines(spec: ModelSpec) -> list[str]:
     """One line for each run of equal layers, such as '0-29: attention 9 heads, 3 KV heads, ...'."""
+    from pyengine.spec import AttentionSpec, MLASpec
+
     lines: list[str] = []
     first = 0
     for index, layer in enumerate(spec.layers):
@@ -88,12 +90,14 @@ def layer_lines(spec: ModelSpec) -> list[str]:
         if following is not None and (following.attention, following.ffn) == (layer.attention, layer.ffn):
             continue
         attention, ffn = layer.attention, layer.ffn
+        qk_norm = attention.qk_norm if isinstance(attention, AttentionSpec) else None
         extras = [
             text
             for text, present in (
-                ("q/k/v bias", attention.qkv_bias),
+                ("q/k/v bias", isinstance(attention, AttentionSpec) and attention.qkv_bias),
+                ("latent bias", isinstance(attention, MLASpec) and attention.bias),
                 ("o bias", attention.o_bias),
-                (f"q/k norm ({attention.qk_norm})", attention.qk_norm),
+                (f"q/k norm ({qk_norm})", qk_norm),
                 (f"window {attention.window}", attention.window is not None),
                 (f"softcap {attention.softcap}", attention.softcap is not None),
                 ("FFN of two matrices", not getattr(ffn, "gated", True)),
@@ -104,22 +108,32 @@ def layer_lines(spec: ModelSpec) -> list[str]:
             if present
         ]
         which = str(index) if first == index else f"{first}-{index}"
-        text = (
-            f"{which}: attention {attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim "
-            f"{attention.head_dim}, {rope_text(attention)}; "
-            f"{ffn_text(ffn)}"
-        )
+        text = f"{which}: {attention_text(attention)}; {ffn_text(ffn)}"
         lines.append(", ".join([text, *extras]))
         first = index + 1
     return lines
 
 
-def rope_text(attention: AttentionSpec) -> str:
+def attention_text(a: AttentionSpec | MLASpec) -> str:
+    """Heads and their sizes, and the rotary embedding."""
+    from pyengine.spec import AttentionSpec
+
+    if isinstance(a, AttentionSpec):
+        heads = f"attention {a.num_heads} heads, {a.num_kv_heads} KV heads, head_dim {a.head_dim}"
+    else:
+        q_latent = "" if a.q_lora_rank is None else f", q latent {a.q_lora_rank}"
+        dims = f"{a.qk_nope_head_dim} + {a.qk_rope_head_dim}, v {a.v_head_dim}"
+        heads = f"latent attention {a.num_heads} heads of {dims}{q_latent}, KV latent {a.kv_lora_rank}"
+    return f"{heads}, {rope_text(a)}"
+
+
+def rope_text(attention: AttentionSpec | MLASpec) -> str:
     """As in "rope yarn theta 10000 over 64"."""
     rope = attention.rope
     if rope is None:
         return "no rope"
-    partial = "" if rope.rotary_dim == attention.head_dim else f" over {rope.rotary_dim}"
+    whole = rope.rotary_dim == attention.head_dim
+    partial = "" if whole else f" over {rope.rotary_dim}"
     return f"rope {rope.rope_type} theta {rope.theta:g}{partial}"
 
 

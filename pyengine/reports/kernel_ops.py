@@ -21,9 +21,9 @@ from pyengine import kernels
 from pyengine._core import KV_BLOCK, Activation, Format, KvDtype, OpKind, Program, Stage
 from pyengine.errors import RequestError
 from pyengine.fuse import fuse
+from pyengine.packer import padded
 from pyengine.quantize import PackedFormat, choose
 from pyengine.spec import ModelSpec, MoESpec
-from pyengine.weights import padded
 
 FFN = ("ffn", "ffn_unfused", "ffn_naive")  # ops on the same weights
 OPS = ("linear", *FFN, "lm_head", "attention", "rms_norm", "quantize")

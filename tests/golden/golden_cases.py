@@ -240,6 +240,26 @@ MINISTRAL3: Config = {
     },
 }
 
+DEEPSEEK_V3: Config = {
+    **TL,
+    "num_key_value_heads": 4,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "rms_norm_eps": 0.05,  # far from that of the latents' norms, which no key gives
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 2,
+}
+DEEPSEEK_V2: Config = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+}
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -314,6 +334,12 @@ CONFIGS: dict[str, Config] = {
     "qwen3_moe_one": {**TM, "num_experts": 1, "num_experts_per_tok": 1},
     "qwen3_moe_dense_layer": {**TM, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "olmoe": TE,
+    # Latent attention: q from a latent or not, yarn with mscale_all_dim, sizes off the panels of 16
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v3_mscale": rope_v4({**DEEPSEEK_V3, **LONG}, **YARN, mscale=1.0, mscale_all_dim=1.0),
+    "deepseek_v3_biases": {**DEEPSEEK_V3, "attention_bias": True, "kv_lora_rank": 24, "v_head_dim": 20},
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2_yarn": rope_v4({**DEEPSEEK_V2, **LONG}, **YARN, mscale=0.707, mscale_all_dim=0.707),
     # RoPE types, both spellings
     "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},
     "rope_default_v5": rope_v5({**TL, "rope_theta": 500000.0}, rope_type="default"),

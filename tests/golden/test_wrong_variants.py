@@ -330,6 +330,37 @@ def other_experts(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reference_moe, "route", route)
 
 
+MLA = ("deepseek_v3", "deepseek_v3_mscale", "deepseek_v2", "deepseek_v2_yarn")
+set_attention("eps of the config for the latents", "deepseek_v3", "deepseek_v2", latent_eps=0.05)
+set_attention("scale without mscale squared", "deepseek_v3_mscale", "deepseek_v2_yarn", scale=24**-0.5)
+set_attention("scale of the first part of q", *MLA, scale=16**-0.5)
+set_attention("scale of the cache's row", "deepseek_v3", scale=40**-0.5)
+for part in ("q_a_proj", "kv_a_proj_with_mqa"):
+    fill(f"{part} bias dropped", f"{part}.bias", 0.0, "deepseek_v3_biases")
+fill("norm of q's latent dropped", "q_a_layernorm.weight", 1.0, "deepseek_v3")
+fill("norm of the latent dropped", "kv_a_layernorm.weight", 1.0, "deepseek_v3", "deepseek_v2")
+
+
+@variant("rotary pairs of latent attention taken as half-split", *MLA)
+def latent_half_split(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    """The rows as they are on disk, rotated as if they were half-split."""
+    from pyengine.tensors import row_orders
+
+    for layer in model.spec.layers:
+        for name, rows in row_orders(layer).items():
+            full = f"model.layers.{layer.index}.{name}"
+            if full in model.weights:
+                model.weights = {**model.weights, full: model.weights[full][np.argsort(rows)]}
+
+
+@variant("values before keys in kv_b_proj", *MLA)
+def values_first(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    for layer in model.spec.layers:
+        full = f"model.layers.{layer.index}.self_attn.kv_b_proj.weight"
+        heads = model.weights[full].reshape(layer.attention.num_heads, 2, 16, -1)
+        model.weights = {**model.weights, full: heads[:, ::-1].reshape(model.weights[full].shape)}
+
+
 @variant("interleaved RoPE", "llama", "mistral_window", "qwen2", "qwen3")
 def interleaved_rope(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
     def apply_rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:

@@ -176,6 +176,28 @@ ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
         "ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, UNSUPPORTED,
         (*key("rope_parameters.rope_type", "default"), "yarn"),
     ),
+    "latent-kv-heads": ("deepseek", {"num_key_value_heads": 2}, UNSUPPORTED, key("num_key_value_heads", "2")),
+    "latent-rope-odd": ("deepseek", {"qk_rope_head_dim": 5}, BAD, (*key("qk_rope_head_dim", "5"), "even")),
+    "latent-rank-0": ("deepseek", {"kv_lora_rank": 0}, BAD, key("kv_lora_rank", "0")),
+    "latent-q-rank-text": ("deepseek", {"q_lora_rank": "24"}, BAD, key("q_lora_rank", "24")),
+    "latent-head-dim": ("deepseek", {"head_dim": 64}, UNSUPPORTED, (*key("head_dim", "64"), "4, from the other keys")),
+    "latent-not-interleaved": ("deepseek", {"rope_interleave": False}, UNSUPPORTED, key("rope_interleave", "False")),
+    "latent-experts": (
+        "deepseek", {"n_routed_experts": 8, "first_k_dense_replace": 1}, UNSUPPORTED, key("first_k_dense_replace", "1")
+    ),
+    "latent-elsewhere": ("llama", {"kv_lora_rank": 16}, UNSUPPORTED, key("kv_lora_rank", "16")),
+    "fp8-fmt": (
+        "deepseek", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, UNSUPPORTED,
+        key("quantization_config.fmt", "e5m2"),
+    ),
+    "fp8-block": (
+        "deepseek", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}}, BAD,
+        key("quantization_config.weight_block_size", "[128, 0]"),
+    ),
+    "fp8-key": (
+        "deepseek", {"quantization_config": {"quant_method": "fp8", "weight_bits": 4}}, UNSUPPORTED,
+        key("quantization_config.weight_bits", "4"),
+    ),
     "partial-rotary": ("llama", {"partial_rotary_factor": 0.5}, UNSUPPORTED, key("partial_rotary_factor", "0.5")),
     "D22": ("llama", {"num_experts": 8, "num_experts_per_tok": 2}, UNSUPPORTED, key("num_experts", "8")),
     "D25-0": ("mistral", {"sliding_window": 0}, BAD, key("sliding_window", "0")),

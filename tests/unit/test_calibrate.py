@@ -16,9 +16,9 @@ import pyengine
 from pyengine.calibrate import CALIBRATION_TOKENS, TAP_OF, Calibrator, mean_square
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
+from pyengine.pack_layer import read_layer
 from pyengine.reference import load_reference
 from pyengine.tensors import CanonicalTensors
-from pyengine.weights import read_layer
 
 VOCAB = 258
 IDS = np.random.default_rng(0).integers(0, VOCAB, 90).tolist()

@@ -13,6 +13,7 @@ from golden.golden_cases import CONFIGS, build
 
 import pyengine
 from pyengine import _core
+from pyengine.errors import UnsupportedModelError
 from pyengine.kv_cache import Sequence
 
 ISAS = [entry["name"] for entry in _core.isas() if entry["available"]]
@@ -39,10 +40,14 @@ CASES = (
     *("qwen2_moe_steps", "qwen3_moe"),
 )
 WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
+LATENT = ("deepseek_v3", "deepseek_v3_biases", "deepseek_v2_yarn")  # the second has sizes off the panels of 16
+LATENT_FORMATS = ("f32", "bf16", "int8", "int4_minimum_32")
 FORMS = ("granite", "smollm3_listed", "ministral3_16")  # multipliers, a layer without RoPE, q scaled by position
 DENSE = ("gemma2", "gemma3_v5", "glm4", "gpt2_gelu")  # softcaps, two thetas, four norms, LayerNorm and a plain FFN
 MORE_CASES: dict[str, dict[str, Any]] = {
     "wide_window": {**CONFIGS["qwen2_window"], "hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 1},
+    **{name: CONFIGS[name] for name in LATENT},
+    "latent_many_heads": {**CONFIGS["deepseek_v3"], "num_attention_heads": 40, "num_key_value_heads": 40},
     "granite": CONFIGS["granite"],
     **{name: CONFIGS[name] for name in DENSE},
     "smollm3_listed": CONFIGS["smollm3_listed"],
@@ -88,6 +93,8 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
         *itertools.product(CASES, FORMATS),
         *zip(itertools.cycle(WIDE), MORE_FORMATS, strict=False),
         *itertools.product((*FORMS, *DENSE), ("f32", "int4_int8_cache")),
+        *itertools.product(LATENT, LATENT_FORMATS),
+        ("latent_many_heads", "int8"),  # 40 heads of one KV head, in tasks of 10
     ],
 )
 def test_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str, isa: str) -> None:
@@ -118,8 +125,13 @@ def test_a_batch_of_eight_changes_no_bit(load: Any, fmt: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "scalar"])
-@pytest.mark.parametrize("fmt", ["int8", "int4_int8_cache"])
-@pytest.mark.parametrize("case", ["llama", "mistral_window"])
+@pytest.mark.parametrize(
+    ("case", "fmt"),
+    [
+        *itertools.product(["llama", "mistral_window"], ["int8", "int4_int8_cache"]),
+        *(("deepseek_v3", "int8"), ("latent_many_heads", "bf16")),
+    ],
+)
 def test_contexts_over_several_partitions(load: Any, case: str, fmt: str, isa: str) -> None:
     """Decode splits over partitions of 256 keys, prefill walks them: the same bits, also around the borders."""
     ids = ids_of(530)
@@ -131,9 +143,13 @@ def test_contexts_over_several_partitions(load: Any, case: str, fmt: str, isa: s
 
 
 @pytest.mark.parametrize("fmt", ["f32", "bf16", "int4_minimum_32", "f32_int8_cache"])
-@pytest.mark.parametrize("case", ["qwen3", "wide_window"])
+@pytest.mark.parametrize("case", ["qwen3", "wide_window", "deepseek_v3"])
 def test_a_long_batch_of_decode_steps_changes_no_bit(load: Any, case: str, fmt: str) -> None:
     """Eight sequences, some past one or two partitions: their decode steps run together, then ragged with prefills."""
+    if case == "deepseek_v3" and "int8" in fmt:
+        with pytest.raises(UnsupportedModelError, match="KV dtype 'int8' for latent attention"):
+            load(case, ISAS[-1], fmt)
+        return
     engine = load(case, ISAS[-1], fmt, 3)
     lengths = (1, 31, 32, 255, 256, 257, 300, 520)
     prompts = [ids_of(length + 4, seed=length) for length in lengths]
@@ -192,6 +208,10 @@ def test_fusion_happens_where_it_can(load: Any) -> None:
     after = {kinds[op["kind"]] for op in load("olmo2", ISAS[-1], "int8").program.ops}
     assert {"QKV_ROPE_APPEND", "NORM_RESIDUAL"} < after
     assert not after & {"NORM", "NORM_QUANTIZE", "QK_NORM", "ADD", "LINEAR_RESIDUAL"}
+    latent = {kinds[op["kind"]] for op in load("deepseek_v3", ISAS[-1], "int8").program.ops}
+    assert latent == fused - {"QKV_ROPE_APPEND", "ATTENTION_QUANTIZE"} | {
+        *("LINEAR", "LATENT_APPEND", "HEAD_LINEAR", "ATTENTION", "QUANTIZE")
+    }
     apart = {kinds[op["kind"]] for op in load("llama_head_dim", ISAS[-1], "int8").program.ops}
     assert "QKV_ROPE_APPEND" not in apart  # heads of 24 share panels
 
@@ -200,6 +220,7 @@ def test_fusion_happens_where_it_can(load: Any) -> None:
 def test_isas_agree(load: Any, fmt: str) -> None:
     """Every ISA adds the same 16 lanes in the same order, so even floats agree to the bit."""
     ids = ids_of(40)
-    first = load("qwen3", ISAS[0], fmt).logits(ids)
-    for isa in ISAS[1:]:
-        np.testing.assert_array_equal(load("qwen3", isa, fmt).logits(ids), first, err_msg=isa)
+    for case in ("qwen3",) if "int8_cache" in fmt else ("qwen3", "deepseek_v3_biases"):
+        first = load(case, ISAS[0], fmt).logits(ids)
+        for isa in ISAS[1:]:
+            np.testing.assert_array_equal(load(case, isa, fmt).logits(ids), first, err_msg=f"{case}, {isa}")

@@ -16,11 +16,11 @@ from kernel_cases import BEST, EPS, ISAS, normal, unpack
 from pyengine import _core, kernels
 from pyengine.cli.main import main
 from pyengine.errors import RequestError, ResourceError
+from pyengine.packer import padded
 from pyengine.reports import kernel_bench as kb
 from pyengine.reports import kernel_ops as ko
 from pyengine.reports import machine
 from pyengine.reports.machine import Limits, Timed
-from pyengine.weights import padded
 
 TINY = ko.Shape("tiny", 64, 172, 4, 2, 16, 97)
 LIMITS = Limits(40.0, 900.0, 200.0)

@@ -12,8 +12,8 @@ from kernel_cases import BEST, EPS, FORMATS, ISAS, THREADS, TINY, normal, unpack
 from pyengine import kernels, reference
 from pyengine._core import OpKind
 from pyengine.errors import ComputeError, RequestError
+from pyengine.packer import padded
 from pyengine.quantize import choose
-from pyengine.weights import padded
 
 by_isa = pytest.mark.parametrize("isa", ISAS)
 by_format = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS.keys())

@@ -22,12 +22,13 @@ from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
 from pyengine.decoder import Hooks
 from pyengine.families import DEEPSEEK_V2_EXPERTS, DEEPSEEK_V3_EXPERTS, FAMILIES, SHARED_EXPERTS, Experts, Family, Names
+from pyengine.pack_layer import read_expert, read_layer
 from pyengine.quantize import choose
 from pyengine.reference import load_reference
 from pyengine.routing import entropy
 from pyengine.spec import FFNSpec, MoESpec, RouterSpec
 from pyengine.tensors import CanonicalTensors
-from pyengine.weights import load_weights, read_expert, read_layer
+from pyengine.weights import load_weights
 
 IDS = np.random.default_rng(3).integers(0, 97, 60).tolist()
 

@@ -247,7 +247,7 @@ def test_the_decoder_of_a_model_of_several_parts(text: str, prefix: str, tmp_pat
         ({"text_config": None}, ModelFormatError, "key 'text_config': 'None'; expected an object"),
         ({"text_config": {"model_type": "qwen2"}}, UnsupportedModelError, "text_config: key 'architectures' is miss"),
         ({"text_config": {"hidden_size": 0}}, ModelFormatError, "text_config: key 'hidden_size': '0'"),
-        ({"tie_word_embeddings": True}, ModelFormatError, "key 'tie_word_embeddings': 'True'; expected False"),
+        ({"tie_word_embeddings": True}, ModelFormatError, "key 'tie_word_embeddings': 'True'; expected 'False'"),
         ({"quantization_config": {"quant_method": "x"}}, UnsupportedModelError, "key 'quantization_config': 'x'"),
         ({"vision_scale": 2.0}, UnsupportedModelError, "key 'vision_scale'"),
     ],

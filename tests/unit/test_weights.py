@@ -16,14 +16,15 @@ from golden.golden_cases import CONFIGS
 from kernel_cases import unpack, up
 
 import pyengine
-from pyengine import weights as weights_module
+from pyengine import packer
 from pyengine._core import Backend, Format
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, UnsupportedModelError
+from pyengine.pack_layer import NONE
 from pyengine.quantize import choose
 from pyengine.spec import LayerSpec
-from pyengine.weights import NONE, ModelWeights, load_weights
+from pyengine.weights import ModelWeights, load_weights
 
 Tensors = dict[str, np.ndarray]
 Array = np.ndarray
@@ -223,7 +224,7 @@ def test_tables_read_in_parts_are_the_same(
     with load(tmp_path, quant) as one:
         expected = [one.backend.tensor_bytes(t).copy() for t in (one.weights.embed, one.weights.lm_head)]
     for size in (1, 4 * 64 * 16, 4 * 64 * 40):  # a panel or a row at a time; 97 rows leave a part of one
-        monkeypatch.setattr(weights_module, "CHUNK_BYTES", size)
+        monkeypatch.setattr(packer, "CHUNK_BYTES", size)
         with load(tmp_path, quant) as one:
             for tensor, raw in zip((one.weights.embed, one.weights.lm_head), expected, strict=True):
                 assert_same_bits(one.backend.tensor_bytes(tensor), raw, f"in parts of {size} bytes")
@@ -236,7 +237,7 @@ def test_a_nan_in_a_later_part_has_the_tensors_index(
     bad = tensors[name].copy()
     bad[70, 9] = np.nan
     write_tiny_model(tmp_path, ODD, tensors={**tensors, name: bad})
-    monkeypatch.setattr(weights_module, "CHUNK_BYTES", 4 * 64 * 32)
+    monkeypatch.setattr(packer, "CHUNK_BYTES", 4 * 64 * 32)
     with pytest.raises(ModelFormatError, match=rf"'{re.escape(name)}': nan at flat index {70 * 64 + 9};"):
         load(tmp_path, "bf16")
 
