@@ -16,7 +16,7 @@ from pyengine import rope
 from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
 from pyengine.checkpoint import Checkpoint
 from pyengine.decoder import Hooks, KvLayout, build_expert, build_layer, taps_of
-from pyengine.pack_layer import NONE, Importance, LayerWeights, Raw, pack_expert, pack_layer
+from pyengine.pack_layer import Importance, LayerWeights, Raw, pack_expert, pack_layer
 from pyengine.packer import Packer, TensorDesc, padded
 from pyengine.quantize import PackedFormat
 from pyengine.reference import normalize
@@ -164,7 +164,7 @@ class Calibrator:
         if not len(tokens):
             return importance
         fmt, inter, hidden = stored_format(raw), padded(spec.intermediate_size), self.spec.hidden_size
-        w = LayerWeights(NONE, NONE, self.packer.create(fmt, 2 * inter, hidden), NONE)
+        w = LayerWeights(gate_up=self.packer.create(fmt, 2 * inter, hidden))
         w.down = self.packer.create(fmt, hidden, spec.intermediate_size)
         pack_expert(self.packer, layer, w, 0, raw, {})
         built = build_expert(self.backend, self.spec, spec, w.gate_up, w.down, len(tokens))

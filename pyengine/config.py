@@ -216,20 +216,10 @@ def _layers(config: ConfigValues, family: Family, warnings: list[str]) -> tuple[
         raise config.unsupported("mlp_bias", mlp_bias, f"false for {family.name}")
     dense = _ffn(config, family, mlp_bias or family.ffn_bias, warnings)
     ffns = [dense] * count if family.experts is None else ffn_specs(config, family.experts, dense, count)
-    _check_dense(config, family, count)
     return tuple(
         LayerSpec(index, attention, ffn, family.norm_before, family.norm_after)
         for index, (attention, ffn) in enumerate(zip(attentions, ffns, strict=True))
     )
-
-
-def _check_dense(config: ConfigValues, family: Family, count: int) -> None:
-    """UnsupportedModelError where a layer has experts."""
-    if "first_k_dense_replace" not in family.keys or config.values.get("n_routed_experts") is None:
-        return
-    dense = config.integer("first_k_dense_replace", 0, MAX_SIZE)
-    if dense < count:
-        raise config.unsupported("first_k_dense_replace", dense, f"num_hidden_layers {count}: no layer with experts")
 
 
 def _attentions(

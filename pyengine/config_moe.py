@@ -15,6 +15,11 @@ def ffn_specs(config: ConfigValues, experts: Experts, dense: FFNSpec, count: int
 
     Errors: ModelFormatError for a value that is wrong, UnsupportedModelError for a method that is not implemented.
     """
+    sparse = _sparse_layers(config, experts, count)
+    if not any(sparse):
+        return [dense] * count
+    if dense.bias:
+        raise config.unsupported("mlp_bias", True, "false where layers have experts")
     router = _router(config, experts)
     size = config.integer(experts.size_key, 1, MAX_SIZE)
     shared = None
@@ -24,7 +29,7 @@ def ffn_specs(config: ConfigValues, experts: Experts, dense: FFNSpec, count: int
     elif experts.shared_size_key is not None:
         shared = FFNSpec(config.integer(experts.shared_size_key, 1, MAX_SIZE), dense.activation)
     moe = MoESpec(router, FFNSpec(size, dense.activation), shared, shared is not None and experts.shared_gate)
-    return [moe if has else dense for has in _sparse_layers(config, experts, count)]
+    return [moe if has else dense for has in sparse]
 
 
 def _router(config: ConfigValues, experts: Experts) -> RouterSpec:

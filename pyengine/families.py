@@ -101,8 +101,7 @@ _MOE_KEYS = (
     "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
 )  # fmt: skip
 _QWEN_EXPERTS = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None, steps=True)
-# How DeepSeek-V2 and V3 choose experts. V3 normalises where the file does not say (a default of its entry).
-DEEPSEEK_V2_EXPERTS = Experts(
+_DEEPSEEK_V2_EXPERTS = Experts(
     ("n_routed_experts",),
     "moe_intermediate_size",
     normalise=False,
@@ -114,8 +113,7 @@ DEEPSEEK_V2_EXPERTS = Experts(
     scoring_key="scoring_func",
     scaled=True,
 )
-DEEPSEEK_V3_EXPERTS = replace(DEEPSEEK_V2_EXPERTS, normalise=None, method="noaux_tc", methods=("noaux_tc",))
-SHARED_EXPERTS = {
+_SHARED_EXPERTS = {
     f"mlp.shared_expert.{side}_proj": f"mlp.shared_experts.{side}_proj" for side in ("gate", "up", "down")
 }
 # Norms after a branch: the canonical names are GLM-4's, because Llama's norm before the FFN has the shorter one.
@@ -214,6 +212,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         "mixtral",
         "mixtral",
+        models="Mixtral",
         qkv_bias=False,
         window="key",
         norm=NormSpec(1e-5),
@@ -238,6 +237,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",
         "qwen2_moe",
+        models="Qwen1.5-MoE, Qwen2-MoE",
         qkv_bias=True,
         window="off",
         defaults={
@@ -254,6 +254,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         "qwen3_moe",
+        models="Qwen3-MoE",
         qk_norm="head",
         window="off",
         defaults={
@@ -269,6 +270,7 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": Family(
         "olmoe",
         "olmoe",
+        models="OLMoE",
         qk_norm="whole",
         norm=NormSpec(1e-5),
         defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
@@ -410,19 +412,44 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
         "deepseek_v2",
+        models="DeepSeek-V2",
         latent=True,
         mlp_bias_key=True,
-        defaults={**_DEEPSEEK, "max_position_embeddings": 2048},
+        defaults={
+            **_DEEPSEEK,
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+        },
+        names=Names(renames=_SHARED_EXPERTS),
         keys=(*_LATENT_KEYS, *_EXPERT_KEYS),
         rope=RopeForm(interleaved=True),
+        experts=_DEEPSEEK_V2_EXPERTS,
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
         "deepseek_v3",
+        models="DeepSeek-V3, R1",
         latent=True,
-        defaults={**_DEEPSEEK, "max_position_embeddings": 4096, "num_nextn_predict_layers": 1},
+        defaults={
+            **_DEEPSEEK,
+            "max_position_embeddings": 4096,
+            "num_nextn_predict_layers": 1,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        names=Names(renames=_SHARED_EXPERTS),
         keys=(*_LATENT_KEYS, *_EXPERT_KEYS),
         rope=RopeForm(interleaved=True),
+        experts=replace(_DEEPSEEK_V2_EXPERTS, normalise=None, method="noaux_tc", methods=("noaux_tc",)),
     ),
     "SmolLM3ForCausalLM": Family(
         "smollm3",

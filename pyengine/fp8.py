@@ -48,8 +48,8 @@ def fp8_block(config: ConfigValues, quantization: Mapping[str, Any]) -> Block:
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Of the scales of a matrix: one for each block, or one number."""
-    return () if block == WHOLE else tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+    """Of the scales of a matrix: one for each block, or one number. Of experts in one tensor [E, N, K]: each's."""
+    return () if block == WHOLE else (*shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True)))
 
 
 class Fp8Checkpoint:
@@ -75,10 +75,17 @@ class Fp8Checkpoint:
         return as_float32(self.read(name)[rows])
 
     def _scaled(self, name: str, raw: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:
-        """Rows from `first` on of a tensor as stored, with their scales, block by block."""
-        if self.tensors[name].dtype != "F8_E4M3":
+        """Rows from `first` on of a tensor as stored, with their scales, block by block; of [E, N, K] one expert's."""
+        info = self.tensors[name]
+        if info.dtype != "F8_E4M3":
             return raw
-        scales, values = as_float32(self.checkpoint.read(name + SCALE)), as_float32(raw)
+        values = as_float32(raw)
+        if len(info.shape) == 3:
+            expert, first = divmod(first, info.shape[1])
+            blocks = self.tensors[name + SCALE].shape[1]
+            scales = as_float32(self.checkpoint.read_range(name + SCALE, expert * blocks, (expert + 1) * blocks))
+        else:
+            scales = as_float32(self.checkpoint.read(name + SCALE))
         if self.block == WHOLE:
             values *= scales.reshape(-1)[0]
             return values

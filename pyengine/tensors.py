@@ -20,7 +20,7 @@ from pyengine import rope
 from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
 from pyengine.errors import ModelFormatError, UnsupportedModelError
 from pyengine.families import FAMILIES, Names
-from pyengine.fp8 import SCALE, Fp8Checkpoint, scale_shape
+from pyengine.fp8 import SCALE, WHOLE, Fp8Checkpoint, scale_shape
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 
@@ -327,10 +327,11 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
         expected[source.name] = source.shape
         if name.endswith(("norm.weight", "norm.bias")):
             more_dtypes[source.name] = "F64"
-        if spec.fp8_block is not None and len(source.shape) == 2:
+        dims, block = len(source.shape), spec.fp8_block
+        if block is not None and (dims == 2 or (dims == 3 and block != WHOLE)):
             more_dtypes[source.name] = "F8_E4M3"
             if source.name in tensors and tensors[source.name].dtype == "F8_E4M3":
-                expected[source.name + SCALE] = scale_shape(source.shape, spec.fp8_block)
+                expected[source.name + SCALE] = scale_shape(source.shape, block)
     unread = _unread(spec, on_disk, tensors)
     extra = [name for name in tensors if name not in expected and name not in unread]
     quantized = [name for name in extra if name.endswith(QUANTIZED)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from tiny_families import MAKERS
-from tiny_moe import MOE_KINDS, moe_tensors
+from tiny_moe import MOE_KINDS, deepseek_experts, moe_tensors
 
 Config = dict[str, Any]
 
@@ -76,7 +76,7 @@ def tiny_tensors(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     norm("model.norm", hidden)
     if not config.get("tie_word_embeddings", kind == "smollm3"):
         linear("lm_head", vocab, hidden)
-    return tensors
+    return deepseek_experts(config, tensors, rng) if "n_routed_experts" in config else tensors
 
 
 def write_tiny_model(folder: Path, config: Config, seed: int = 0, tensors: dict[str, np.ndarray] | None = None) -> Path:

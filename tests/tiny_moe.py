@@ -64,6 +64,26 @@ def moe_tensors(config: Config, rng: np.random.Generator) -> dict[str, np.ndarra
     return tensors
 
 
+def deepseek_experts(config: Config, tensors: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """`tensors` of a dense model with experts in place of the FFNs from layer first_k_dense_replace on."""
+    layers = [f"model.layers.{n}.mlp." for n in range(config["first_k_dense_replace"], config["num_hidden_layers"])]
+    out = {name: values for name, values in tensors.items() if not name.startswith(tuple(layers))}
+    count, hidden, inter = config["n_routed_experts"], config["hidden_size"], config["moe_intermediate_size"]
+
+    def linear(name: str, rows: int, cols: int, size: float = 1.0) -> None:
+        out[name + ".weight"] = (size * rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+
+    for p in layers:
+        linear(p + "gate", count, hidden, size=3.0)
+        if config["model_type"] == "deepseek_v3":
+            out[p + "gate.e_score_correction_bias"] = (rng.standard_normal(count) / 4).astype(np.float32)
+        ffns = {f"experts.{e}.": inter for e in range(count)}
+        for name, width in {**ffns, "shared_experts.": inter * config["n_shared_experts"]}.items():
+            for side, (rows, cols) in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
+                linear(f"{p}{name}{side}_proj", rows, cols)
+    return out
+
+
 def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same with the experts of each layer in two tensors, gate_up_proj [E, 2 F, K] and down_proj [E, K, F]."""
     out = {name: values for name, values in tensors.items() if ".experts." not in name}

@@ -28,8 +28,10 @@ def differences(family: Family) -> list[str]:
         return [f"the text part, under text_config ({texts}); other parts are skipped"]
     norm, rope = family.norm, family.rope
     q_k_norm = {"head": "q/k norm per head", "whole": "q/k norm over all heads", None: ""}[family.qk_norm]
+    experts = family.experts
     windows = {
         "none": "",
+        "off": "",
         "key": "sliding window",
         "switched": "sliding window where use_sliding_window says so",
         "pattern": f"window in all layers but every {family.full_every}th" if family.full_every > 2 else "",
@@ -46,6 +48,11 @@ def differences(family: Family) -> list[str]:
         ("softcaps", family.defaults.get("attn_logit_softcapping")),
         ("learned positions", family.learned_positions),
         ("FFN of two matrices with biases", not family.gated),
+        ("latent attention", family.latent),
+        ("mixture of experts", experts),
+        ("dense first layers", experts and experts.first_dense_key),
+        ("shared expert", experts and (experts.shared_size_key or experts.shared_count_key)),
+        ("experts chosen by groups", experts and {"group_limited_greedy", "noaux_tc"} & set(experts.methods)),
         (f"RoPE over {rope.partial} of a head", rope.partial not in (None, 1.0)),
         ("interleaved RoPE", rope.interleaved),
         ("layers without RoPE", rope.skips_layers),

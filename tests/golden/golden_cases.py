@@ -259,6 +259,43 @@ DEEPSEEK_V2: Config = {
     "model_type": "deepseek_v2",
     "q_lora_rank": None,
 }
+# Flags as in the files of DeepSeek-V3, DeepSeek-V2-Lite and DeepSeek-V2.
+V3_EXPERTS: Config = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "ep_size": 1,
+    "seq_aux": True,
+    "aux_loss_alpha": 0.001,
+}
+V2_LITE_EXPERTS: Config = {
+    **{key: value for key, value in V3_EXPERTS.items() if key != "num_nextn_predict_layers"},
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+}
+V2_EXPERTS: Config = {
+    **V2_LITE_EXPERTS,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "routed_scaling_factor": 16.0,
+}
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -338,7 +375,11 @@ CONFIGS: dict[str, Config] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v3_mscale": rope_v4({**DEEPSEEK_V3, **LONG}, **YARN, mscale=1.0, mscale_all_dim=1.0),
     "deepseek_v3_biases": {**DEEPSEEK_V3, "attention_bias": True, "kv_lora_rank": 24, "v_head_dim": 20},
+    "deepseek_v3_experts": {**DEEPSEEK_V3, **V3_EXPERTS},
+    "deepseek_v3_not_normalised": {**DEEPSEEK_V3, **V3_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 2},
     "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v2_experts": {**DEEPSEEK_V2, **V2_LITE_EXPERTS},
+    "deepseek_v2_groups": {**DEEPSEEK_V2, **V2_EXPERTS, "q_lora_rank": 40},
     "deepseek_v2_yarn": rope_v4({**DEEPSEEK_V2, **LONG}, **YARN, mscale=0.707, mscale_all_dim=0.707),
     # RoPE types, both spellings
     "rope_default_v4": {**TL, "rope_theta": 500000.0, "rope_scaling": None},

@@ -303,7 +303,7 @@ def plain_gate(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reference_moe, "scores_of", lambda x, kind: x if kind == "sigmoid" else right(x, kind))
 
 
-@variant("no shared expert", "qwen2_moe", "qwen2_moe_steps")
+@variant("no shared expert", "qwen2_moe", "qwen2_moe_steps", "deepseek_v3_experts", "deepseek_v2_experts")
 def no_shared(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
     layers = tuple(
         dataclasses.replace(layer, ffn=dataclasses.replace(layer.ffn, shared=None))
@@ -339,6 +339,43 @@ for part in ("q_a_proj", "kv_a_proj_with_mqa"):
     fill(f"{part} bias dropped", f"{part}.bias", 0.0, "deepseek_v3_biases")
 fill("norm of q's latent dropped", "q_a_layernorm.weight", 1.0, "deepseek_v3")
 fill("norm of the latent dropped", "kv_a_layernorm.weight", 1.0, "deepseek_v3", "deepseek_v2")
+
+
+ROUTED = ("deepseek_v3_experts", "deepseek_v3_not_normalised", "deepseek_v2_experts", "deepseek_v2_groups")
+THIRD = ROUTED[:2]
+set_router("no groups", *THIRD, "deepseek_v2_groups", groups=1, top_groups=1)
+set_router("one group more", *THIRD, "deepseek_v2_groups", top_groups=3)
+set_router("a group's best expert for its two best", *THIRD, group_score="max")
+set_router("softmax scores", *THIRD, scoring="softmax")
+set_router("sigmoid scores", *ROUTED[2:], scoring="sigmoid")
+set_router("scale dropped", *THIRD, "deepseek_v2_groups", scale=1.0)
+set_router("weights not normalised", "deepseek_v3_experts", normalise=False)
+set_router("weights normalised", *ROUTED[1:], normalise=True)
+set_router("no selection bias", *THIRD, selection_bias=False)
+
+
+@variant("weights with the selection bias in them", *THIRD)
+def biased_weights(_model: ReferenceModel, patch: pytest.MonkeyPatch) -> None:
+    right = reference_moe.scores_of
+    bias = {}
+
+    def route(logits: np.ndarray, spec: Any, given: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        bias["now"] = given
+        return right_route(logits, dataclasses.replace(spec, selection_bias=False), np.zeros_like(given))
+
+    right_route = reference_moe.route
+    patch.setattr(reference_moe, "scores_of", lambda x, kind: right(x, kind) + bias["now"])
+    patch.setattr(reference_moe, "route", route)
+
+
+@variant("experts in the first layer too", *ROUTED)
+def first_layer_routed(model: ReferenceModel, _patch: pytest.MonkeyPatch) -> None:
+    layers = model.spec.layers
+    for name in [name for name in model.weights if name.startswith("model.layers.1.mlp.")]:
+        model.weights = {**model.weights, name.replace("layers.1.", "layers.0."): model.weights[name]}
+    model.spec = dataclasses.replace(
+        model.spec, layers=(dataclasses.replace(layers[0], ffn=layers[1].ffn), *layers[1:])
+    )
 
 
 @variant("rotary pairs of latent attention taken as half-split", *MLA)

@@ -70,6 +70,9 @@ def test_d04_size_is_missing(name: str, make: Callable[..., Path]) -> None:
 
 
 # row -> kind, changes, error, texts
+ROUTED: Changes = {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+ROUTED |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+V2: Changes = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
 ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
     "D03": ("llama", {"model_type": "rwkv"}, UNSUPPORTED, (*key("model_type", "rwkv"), "llama, mistral, qwen2, qwen3")),
     "D03-architecture": (
@@ -182,8 +185,21 @@ ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
     "latent-q-rank-text": ("deepseek", {"q_lora_rank": "24"}, BAD, key("q_lora_rank", "24")),
     "latent-head-dim": ("deepseek", {"head_dim": 64}, UNSUPPORTED, (*key("head_dim", "64"), "4, from the other keys")),
     "latent-not-interleaved": ("deepseek", {"rope_interleave": False}, UNSUPPORTED, key("rope_interleave", "False")),
-    "latent-experts": (
-        "deepseek", {"n_routed_experts": 8, "first_k_dense_replace": 1}, UNSUPPORTED, key("first_k_dense_replace", "1")
+    "latent-experts-groups": (
+        "deepseek", {**ROUTED, "n_group": 3}, BAD, (*key("n_group", "3"), "a divisor of n_routed_experts 8")
+    ),
+    "latent-experts-group-of-one": ("deepseek", {**ROUTED, "n_group": 8}, BAD, (*key("n_group", "8"), "at most 4")),
+    "latent-experts-method": (
+        "deepseek", {**ROUTED, "topk_method": "greedy"}, UNSUPPORTED, (*key("topk_method", "greedy"), "noaux_tc")
+    ),
+    "latent-experts-scale": (
+        "deepseek", {**ROUTED, "routed_scaling_factor": 0}, BAD, key("routed_scaling_factor", "0")
+    ),
+    "latent-experts-top-k": (
+        "deepseek", {**ROUTED, **V2, "num_experts_per_tok": None}, BAD, ("num_experts_per_tok", "missing")
+    ),
+    "latent-experts-mlp-bias": (
+        "deepseek", {**ROUTED, **V2, "mlp_bias": True}, UNSUPPORTED, key("mlp_bias", "True")
     ),
     "latent-elsewhere": ("llama", {"kv_lora_rank": 16}, UNSUPPORTED, key("kv_lora_rank", "16")),
     "fp8-fmt": (

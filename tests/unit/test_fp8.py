@@ -12,6 +12,7 @@ import pytest
 from builders import safetensors_bytes, tiny_tensors, write_tiny_model
 from compare import assert_same_bits
 from golden.golden_cases import CONFIGS
+from tiny_moe import stacked
 
 import pyengine
 from pyengine.checkpoint import E4M3, Checkpoint
@@ -19,6 +20,7 @@ from pyengine.errors import ModelFormatError, PyEngineError, UnsupportedModelErr
 from pyengine.fp8 import WHOLE, Fp8Checkpoint, scale_shape
 
 CONFIG = CONFIGS["deepseek_v3"]
+EXPERTS = CONFIGS["deepseek_v3_experts"]
 BLOCK = (24, 20)  # no size of the model is a multiple
 IDS = [1, 5, 40, 2, 66, 7]
 Stored = dict[str, tuple[str, np.ndarray]]
@@ -46,6 +48,13 @@ def stored(tensors: dict[str, np.ndarray], block: tuple[int, int]) -> tuple[Stor
     out: Stored = {}
     meant = dict(tensors)
     for name, value in tensors.items():
+        if value.ndim == 3:  # experts in one tensor, each with its own scales
+            each, real = zip(*(stored({f".layers.{e}": w}, block) for e, w in enumerate(value)), strict=True)
+            for end in ("", "_scale_inv"):
+                parts = [one[f".layers.{e}{end}"] for e, one in enumerate(each)]
+                out[name + end] = (parts[0][0], np.stack([part for _, part in parts]))
+            meant[name] = np.stack([one[f".layers.{e}"] for e, one in enumerate(real)])
+            continue
         if value.ndim != 2 or ".layers." not in name:
             out[name] = ("F32", value)
             continue
@@ -75,9 +84,9 @@ def write(folder: Path, config: dict[str, Any], tensors: Stored) -> Path:
     return folder
 
 
-def fp8(block: tuple[int, int], **more: Any) -> dict[str, Any]:
+def fp8(block: tuple[int, int], config: dict[str, Any] = CONFIG, **more: Any) -> dict[str, Any]:
     size = None if block == WHOLE else list(block)
-    return {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": size, **more}}
+    return {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": size, **more}}
 
 
 @pytest.mark.parametrize("block", [BLOCK, (128, 128), WHOLE])
@@ -88,6 +97,23 @@ def test_logits_are_those_of_the_values(block: tuple[int, int], tmp_path: Path) 
     for quant in ("f32", "int4"):
         with pyengine.load(one, quant=quant, threads=1) as a, pyengine.load(other, quant=quant, threads=1) as b:
             assert_same_bits(a.logits(IDS), b.logits(IDS), f"{block}, {quant}")
+
+
+@pytest.mark.parametrize("form", ["apart", "stacked"])
+def test_experts_have_scales_of_their_own(form: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors(EXPERTS)
+    codes, meant = stored(stacked(tensors) if form == "stacked" else tensors, BLOCK)
+    one = write(tmp_path / "codes", fp8(BLOCK, EXPERTS), codes)
+    other = write_tiny_model(tmp_path / "values", EXPERTS, tensors=meant)
+    for quant in ("f32", "int4"):
+        with pyengine.load(one, quant=quant, threads=1) as a, pyengine.load(other, quant=quant, threads=1) as b:
+            assert_same_bits(a.logits(IDS), b.logits(IDS), quant)
+    if form == "stacked":
+        name = "model.layers.1.mlp.experts.down_proj"
+        wrong = {**codes, name + "_scale_inv": ("F32", codes[name + "_scale_inv"][1][:7])}
+        refused(write(tmp_path, fp8(BLOCK, EXPERTS), wrong), ModelFormatError, f"tensor '{name}_scale_inv': shape [7, ")
+        no_blocks, _ = stored(stacked(tensors), WHOLE)
+        refused(write(tmp_path, fp8(WHOLE, EXPERTS), no_blocks), UnsupportedModelError, "gate_up_proj': dtype F8_E4M3")
 
 
 def test_any_rows_have_their_own_scales(tmp_path: Path) -> None:

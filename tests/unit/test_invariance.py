@@ -42,11 +42,12 @@ CASES = (
 WIDE = ("wide_window", "wide_biases")  # several groups of 128 in a row, and a part of one
 LATENT = ("deepseek_v3", "deepseek_v3_biases", "deepseek_v2_yarn")  # the second has sizes off the panels of 16
 LATENT_FORMATS = ("f32", "bf16", "int8", "int4_minimum_32")
+LATENT_EXPERTS = ("deepseek_v3_experts", "deepseek_v2_groups")
 FORMS = ("granite", "smollm3_listed", "ministral3_16")  # multipliers, a layer without RoPE, q scaled by position
 DENSE = ("gemma2", "gemma3_v5", "glm4", "gpt2_gelu")  # softcaps, two thetas, four norms, LayerNorm and a plain FFN
 MORE_CASES: dict[str, dict[str, Any]] = {
     "wide_window": {**CONFIGS["qwen2_window"], "hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 1},
-    **{name: CONFIGS[name] for name in LATENT},
+    **{name: CONFIGS[name] for name in (*LATENT, *LATENT_EXPERTS)},
     "latent_many_heads": {**CONFIGS["deepseek_v3"], "num_attention_heads": 40, "num_key_value_heads": 40},
     "granite": CONFIGS["granite"],
     **{name: CONFIGS[name] for name in DENSE},
@@ -94,6 +95,7 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
         *zip(itertools.cycle(WIDE), MORE_FORMATS, strict=False),
         *itertools.product((*FORMS, *DENSE), ("f32", "int4_int8_cache")),
         *itertools.product(LATENT, LATENT_FORMATS),
+        *itertools.product(LATENT_EXPERTS, ("f32", "int4_minimum_32")),
         ("latent_many_heads", "int8"),  # 40 heads of one KV head, in tasks of 10
     ],
 )
