@@ -123,7 +123,7 @@ class Keys:
 
     def __init__(self, config: ConfigValues, names: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
         self.names = names
-        self.config = config.with_defaults({names.get(key, key): value for key, value in defaults.items()})
+        self.config = config.of_family({names.get(key, key): value for key, value in defaults.items()}, {})
 
     def name(self, key: str) -> str:
         return self.names.get(key, key)
@@ -166,7 +166,7 @@ class Decoder:
     def matrix(self, name: str, group: str, rows: int, cols: int, bias: bool = False, **more: Any) -> None:
         self.parts.add(Part(name + ".weight", group, rows, cols, stage=self.stage, **more))
         if bias:
-            self.parts.add(Part(name + ".bias", group, rows, role="vector", stage=self.stage, **more))
+            self.parts.add(Part(name + ".bias", group, rows, stage=self.stage, **{**more, "role": "vector"}))
 
     def vector(self, name: str, group: str, size: int) -> None:
         self.parts.add(Part(name, group, size, role="vector", stage=self.stage))
@@ -196,7 +196,7 @@ class Decoder:
         self.see(Attention(1, self.heads, d, d, self.kv_heads, d, d, window=window))
 
     def mla(self, p: str) -> None:
-        """Latent attention, in absorbed form: a key is the latent and its rotary part, a value is the latent."""
+        """Latent attention, in absorbed form: a key is the latent and its rotary part, a value the latent again."""
         keys, hidden, heads = self.keys, self.hidden, self.heads
         rank, rope = keys.integer("kv_lora_rank"), keys.integer("qk_rope_head_dim")
         nope, v = keys.integer("qk_nope_head_dim"), keys.integer("v_head_dim")
@@ -210,9 +210,11 @@ class Decoder:
             self.matrix(p + "q_b_proj", "attention", heads * (nope + rope), q_rank)
         self.matrix(p + "kv_a_proj_with_mqa", "attention", rank + rope, hidden, bias)
         self.vector(p + "kv_a_layernorm.weight", "norm", rank)
-        self.matrix(p + "kv_b_proj", "attention", heads * (nope + v), rank)
+        each: dict[str, Any] = {"role": "heads", "count": heads, "active": heads, "stacked": heads}
+        self.matrix(p + "kv_b_proj.keys", "attention", rank, nope, **each)
+        self.matrix(p + "kv_b_proj.values", "attention", v, rank, **each)
         self.matrix(p + "o_proj", "attention", hidden, heads * v, bias)
-        self.see(Attention(1, heads, rank + rope, rank, 1, rank + rope, 0))
+        self.see(Attention(1, heads, rank + rope, rank, 1, rank + rope, rank))
 
     def delta_net(self, p: str) -> None:
         """Gated delta net: a state [key dim, value dim] per value head in place of keys."""
@@ -253,15 +255,15 @@ class Decoder:
         count, width = keys.integer(e.count), keys.integer(e.width)
         top_k = keys.integer("num_experts_per_tok", high=count)
         self.ffns[Ffn(self.hidden, width, matrices, count, top_k)] = None
-        self.matrix(p + "gate", "router", count, self.hidden, e.bias)
+        self.matrix(p + "gate", "router", count, self.hidden, e.bias, role="router")
         if e.correction:
             self.vector(p + "gate.e_score_correction_bias", "router", count)
-        self.ffn(p + "experts.*.", width, e.bias, count=count, active=top_k, experts=count)
+        self.ffn(p + "experts.*.", width, e.bias, count=count, active=top_k, experts=count, stacked=count)
         shared = keys.integer(e.shared_count, 0, low=0) * width if e.shared_count else 0
         if e.shared_width:
             shared = keys.integer(e.shared_width, 0, low=0)
             if shared:
-                self.matrix(p + "shared_expert_gate", "router", 1, self.hidden)
+                self.vector(p + "shared_expert_gate.weight", "router", self.hidden)
         if shared:
             self.ffn(p + ("shared_expert." if e.shared_width else "shared_experts."), shared, bias)
 

@@ -4,6 +4,8 @@ A part is a run of equal tensors. What a token does in one, by its role:
 
     matrix  y = W x: 2 x rows x cols FLOPs (biases, norms and activations are not counted), all of it is read
     head    the same, in the format of lm_head
+    router  the same, never quantized: bfloat16 as stored, else float32
+    heads   the same, a small matrix of each head: float32 under f32, else bfloat16
     tied    an embedding that is the head too: parameters of the embedding, FLOPs and bytes of the head
     once    a matrix for one token of a whole text (a pooler): nothing per token
     table   a row is looked up: no FLOPs, and next to nothing is read
@@ -18,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from pyengine._core import Format
 from pyengine.kv_cache import token_bytes
-from pyengine.quantize import Quantization, packed_bytes
+from pyengine.quantize import PackedFormat, Quantization, packed_bytes
 
 GROUPS = ("ffn", "attention", "embedding", "lm_head", "norm", "router", "other")
 HEADER = 64  # bytes in front of a packed tensor
@@ -32,6 +35,7 @@ class Part:
 
     active: how many of them one token goes through. experts: how many there are in a layer, 0 if it is no expert.
     stage: "decoder", "encoder", or "mtp" for what a step of decoding leaves out. joined: packed behind another one.
+    stacked: so many of them are one packed tensor.
     """
 
     name: str  # Llama's, or one like it; * for the numbers of layers and experts
@@ -44,6 +48,7 @@ class Part:
     experts: int = 0
     stage: str = "decoder"
     joined: bool = False
+    stacked: int = 1
 
     @property
     def size(self) -> int:
@@ -56,7 +61,7 @@ class Part:
 
     @property
     def computes(self) -> bool:
-        return self.role in ("matrix", "head", "tied")
+        return self.role in ("matrix", "head", "tied", "router", "heads")
 
     @property
     def flops(self) -> int:
@@ -68,19 +73,27 @@ class Part:
         """The group that its FLOPs and reads count to."""
         return "lm_head" if self.role == "tied" else self.group
 
-    def matrix_bytes(self, q: Quantization) -> int:
+    def packed_as(self, q: Quantization, bf16: bool) -> PackedFormat:
+        """The format of a matrix. bf16: whether the files hold bfloat16."""
+        if self.role == "router":
+            return PackedFormat(Format.BF16 if bf16 else Format.F32)
+        if self.role == "heads":
+            return PackedFormat(Format.F32 if q.layers.format == Format.F32 else Format.BF16)
+        return q.head if self.role in ("head", "tied") else q.layers
+
+    def matrix_bytes(self, q: Quantization, bf16: bool) -> int:
         """Of one of them, packed, without its header."""
-        return packed_bytes(q.head if self.role in ("head", "tied") else q.layers, self.rows, self.cols)
+        return packed_bytes(self.packed_as(q, bf16), self.rows, self.cols)
 
-    def stored_bytes(self, q: Quantization, table_element: int) -> int:
-        """Of all of them, as they are kept in memory. table_element: bytes of a value of a looked-up table."""
+    def stored_bytes(self, q: Quantization, bf16: bool) -> int:
+        """Of all of them, as they are kept in memory."""
         if self.computes or self.role == "once":
-            one = self.matrix_bytes(q)
+            one = self.matrix_bytes(q, bf16)
         else:
-            one = -(-self.size * (table_element if self.role == "table" else 4) // 64) * 64
-        return self.count * (one + (0 if self.joined else HEADER))
+            one = -(-self.size * (2 if self.role == "table" and bf16 else 4) // 64) * 64
+        return self.count * one + (0 if self.joined else self.count // self.stacked * HEADER)
 
-    def step_bytes(self, q: Quantization, batch: int) -> float:
+    def step_bytes(self, q: Quantization, bf16: bool, batch: int) -> float:
         """What a decode step of `batch` sequences reads of it.
 
         An expert is read if any of the sequences picks it. With every pick equally likely, E experts of which a token
@@ -91,7 +104,7 @@ class Part:
         reads: float = self.active
         if self.experts and batch > 1:
             reads = self.count * (1 - (1 - self.active / self.count) ** batch)
-        return reads * self.matrix_bytes(q)
+        return reads * self.matrix_bytes(q, bf16)
 
 
 @dataclass(frozen=True)
@@ -176,6 +189,11 @@ class Anatomy:
         return [part for part in self.parts if part.stage != "mtp"]
 
     @property
+    def bf16(self) -> bool:
+        """Whether the files hold bfloat16."""
+        return self.stored == "bfloat16"
+
+    @property
     def stack(self) -> str:
         """Whose FLOPs per token are meant."""
         return "encoder" if self.kind == "encoder" else "decoder"
@@ -218,12 +236,12 @@ class Anatomy:
 
     def weight_bytes(self, q: Quantization) -> int:
         """All weights in memory, packed."""
-        return sum(part.stored_bytes(q, 2 if self.stored == "bfloat16" else 4) for part in self.main)
+        return sum(part.stored_bytes(q, self.bf16) for part in self.main)
 
     def step_bytes(self, q: Quantization, batch: int = 1) -> dict[str, float]:
         """Weights that a decode step reads, by group."""
         return {
-            group: sum(part.step_bytes(q, batch) for part in self.parts if part.computed_as == group)
+            group: sum(part.step_bytes(q, self.bf16, batch) for part in self.parts if part.computed_as == group)
             for group in GROUPS
         }
 

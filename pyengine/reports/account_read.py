@@ -16,13 +16,15 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.config import INERT, model_spec
 from pyengine.config_values import ConfigValues
 from pyengine.errors import PyEngineError, UnsupportedModelError
+from pyengine.families import FAMILIES
 from pyengine.reports.account_encoders import BUILDERS
-from pyengine.reports.account_families import FAMILIES, Decoder
+from pyengine.reports.account_families import FAMILIES as SHAPES
+from pyengine.reports.account_families import Decoder
 from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Part, Parts, merged
-from pyengine.spec import ModelSpec
+from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 from pyengine.tensors import INERT as INERT_TENSORS
-from pyengine.tensors import QUANTIZED, expected_tensors
+from pyengine.tensors import QUANTIZED, NamesOnDisk, expected_tensors, layer_tensors
 
 # An unread key whose name contains one of these may stand for weights.
 WEIGHT_WORDS = ("size", "dim", "layer", "expert", "lora", "rank", "head", "bias", "norm", "num_", "tie_", "vision")
@@ -48,8 +50,9 @@ class Recorded(ConfigValues):
         super().__init__(path, values, defaults)
         self.seen: set[str] = set() if seen is None else seen
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigValues:
-        return Recorded(self.path, self.values, defaults, self.seen)
+    def of_family(self, defaults: Mapping[str, Any], spellings: Mapping[str, str]) -> ConfigValues:
+        found = super().of_family(defaults, spellings)
+        return Recorded(found.path, found.values, found.defaults, self.seen)
 
     def get(self, key: str) -> Any:
         self.seen.add(key)
@@ -80,7 +83,9 @@ def read_anatomy(path: Path, *, strict: bool = False) -> Anatomy:
         return _plain(config, str(error), strict)
     if strict:
         model_spec(config, strict=True)
-    return of_spec(spec, stored_dtype(config))
+    if "num_nextn_predict_layers" not in config.values:  # the loader skips such layers, but need not meet any
+        spec = replace(spec, mtp_layers=0)
+    return of_spec(spec, stored_dtype(config), _text_notes(config))
 
 
 def stored_dtype(config: ConfigValues) -> str | None:
@@ -92,40 +97,95 @@ def stored_dtype(config: ConfigValues) -> str | None:
 # ---- models that the engine runs ------------------------------------------------------------------------------------
 
 
-def of_spec(spec: ModelSpec, stored: str | None) -> Anatomy:
-    """Every tensor that the loader expects."""
+def _text_notes(config: ConfigValues) -> tuple[str, ...]:
+    """What is not counted of a composite model."""
+    if not isinstance(config.values.get("text_config"), dict):
+        return ()
+    outer = shown(config.values.get("model_type"))
+    return (f"the text decoder (text_config) of {outer} alone; its other towers are not counted",)
+
+
+def of_spec(spec: ModelSpec, stored: str | None, notes: tuple[str, ...] = ()) -> Anatomy:
+    """Every tensor that the loader expects, and the layers of multi-token prediction that it skips."""
     parts = Parts()
-    for name, shape in expected_tensors(spec).items():
-        parts.add(_part(name, shape, spec.tie_word_embeddings))
-    layers = [layer.attention for layer in spec.layers]
-    attention = [
-        Attention(1, a.num_heads, a.head_dim, a.head_dim, a.num_kv_heads, a.head_dim, a.head_dim, window=a.window)
-        for a in layers
-    ]
+    for name, shape in expected_tensors(replace(spec, layers=())).items():
+        parts.add(_outer(name, shape, spec.tie_word_embeddings))
+    for layer in spec.layers:
+        _add_layer(parts, spec, layer, "decoder")
+    for _ in range(spec.mtp_layers):
+        _add_mtp(parts, spec)
     return Anatomy(
         family=spec.family,
         architecture=spec.architecture,
         kind="decoder",
         parts=parts.result(),
-        attention=merged(attention),
-        ffns=tuple(dict.fromkeys(Ffn(spec.hidden_size, layer.ffn.intermediate_size, 3) for layer in spec.layers)),
+        attention=merged(_attention(layer.attention) for layer in spec.layers),
+        ffns=tuple(dict.fromkeys(_ffn(layer.ffn, spec.hidden_size) for layer in spec.layers)),
         max_context=spec.max_context,
         stored=stored,
-        notes=spec.warnings,
+        notes=(*notes, *spec.warnings),
     )
 
 
-def _part(name: str, shape: tuple[int, ...], tied: bool) -> Part:
-    pattern = re.sub(r"\.\d+\.", ".*.", name)
-    joined = name.rsplit(".", 2)[-2] in ("k_proj", "v_proj", "up_proj")
-    if name == "model.embed_tokens.weight":
-        return Part(pattern, "embedding", shape[0], shape[1], role="tied" if tied else "table")
-    if name == "lm_head.weight":
-        return Part(pattern, "lm_head", shape[0], shape[1], role="head")
-    group = "norm" if name.endswith("norm.weight") else "ffn" if ".mlp." in name else "attention"
+def _attention(a: AttentionSpec | MLASpec) -> Attention:
+    k, v = a.k_dim, a.v_dim  # latent attention in absorbed form: what is cached is what a head multiplies with
+    return Attention(1, a.num_heads, k, v, a.num_kv_heads, k, v, window=a.window)
+
+
+def _ffn(f: FFNSpec | MoESpec, hidden: int) -> Ffn:
+    if isinstance(f, MoESpec):
+        return replace(_ffn(f.expert, hidden), experts=f.router.num_experts, top_k=f.router.top_k)
+    return Ffn(hidden, f.intermediate_size, 3 if f.gated else 2)
+
+
+def _outer(name: str, shape: tuple[int, ...], tied: bool) -> Part:
+    """A tensor outside the layers."""
     if len(shape) == 1:
-        return Part(pattern, group, shape[0], role="vector", joined=joined)
-    return Part(pattern, group, shape[0], shape[1], joined=joined)
+        return Part(name, "norm", shape[0], role="vector")
+    if name == "lm_head.weight":
+        return Part(name, "lm_head", shape[0], shape[1], role="head")
+    return Part(name, "embedding", shape[0], shape[1], role="tied" if tied and "tokens" in name else "table")
+
+
+def _add_layer(parts: Parts, spec: ModelSpec, layer: LayerSpec, stage: str) -> None:
+    """The tensors of a layer, of experts the first with its number."""
+    a, f = layer.attention, layer.ffn
+    experts, chosen = (f.router.num_experts, f.router.top_k) if isinstance(f, MoESpec) else (1, 1)
+    tensors = layer_tensors(spec, layer)
+    for name, shape in tensors.items():
+        expert = re.match(r"mlp\.experts\.(\d+)\.", name)
+        if expert is not None and expert.group(1) != "0":
+            continue
+        full, module = "model.layers.*." + name.replace(".0.", ".*."), name.rsplit(".", 2)[-2]
+        group = "norm" if module.endswith("norm") else "attention" if name.startswith("self_attn.") else "ffn"
+        group = "router" if module in ("gate", "shared_expert_gate") else group
+        one = Part(full, group, shape[0], 0 if len(shape) == 1 else shape[1], stage=stage)
+        if module in ("k_proj", "v_proj") or (module == "up_proj" and name.replace("up_", "gate_") in tensors):
+            one = replace(one, joined=True)
+        if isinstance(a, MLASpec) and module == "kv_b_proj":
+            one = replace(one, role="heads", count=a.num_heads, active=a.num_heads, stacked=a.num_heads)
+            keys, values = (full.replace("weight", part) for part in ("keys.weight", "values.weight"))
+            parts.add(replace(one, name=keys, rows=a.kv_lora_rank, cols=a.qk_nope_head_dim))
+            parts.add(replace(one, name=values, rows=a.v_head_dim, cols=a.kv_lora_rank))
+        elif len(shape) == 1 or module == "shared_expert_gate":
+            parts.add(replace(one, rows=shape[-1], cols=0, role="vector"))
+        elif group == "router":
+            parts.add(replace(one, role="router"))
+        elif expert is not None:
+            parts.add(replace(one, count=experts, active=chosen, experts=experts, stacked=experts))
+        else:
+            parts.add(one)
+
+
+def _add_mtp(parts: Parts, spec: ModelSpec) -> None:
+    """A layer of multi-token prediction: like the last, with an embedding, a head and two norms more."""
+    p, hidden, vocab = "model.layers.*.", spec.hidden_size, spec.vocab_size
+    parts.add(Part(p + "embed_tokens.weight", "embedding", vocab, hidden, "table", stage="mtp"))
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        parts.add(Part(f"{p}{name}.weight", "norm", hidden, role="vector", stage="mtp"))
+    parts.add(Part(p + "eh_proj.weight", "other", hidden, 2 * hidden, stage="mtp"))
+    _add_layer(parts, spec, spec.layers[-1], "mtp")
+    parts.add(Part(p + "shared_head.head.weight", "lm_head", vocab, hidden, "head", stage="mtp"))
 
 
 # ---- models that it does not run ------------------------------------------------------------------------------------
@@ -139,8 +199,7 @@ def _plain(config: ConfigValues, why: str, strict: bool) -> Anatomy:
         for key in ("tie_word_embeddings", "torch_dtype", "dtype", "architectures"):
             if key in values and key not in text:
                 text = {**text, key: values[key]}
-        outer, values = values.get("model_type"), text
-        notes.append(f"the text decoder (text_config) of {shown(outer)} alone; its other towers are not counted")
+        notes, values = [*_text_notes(config)], text
     kind = values.get("model_type")
     architectures = values.get("architectures")
     if architectures is not None and (
@@ -149,13 +208,13 @@ def _plain(config: ConfigValues, why: str, strict: bool) -> Anatomy:
         raise config.bad("architectures", architectures, "a list of names")
     architecture = architectures[0] if architectures else ""
     recorded = Recorded(config.path, values, {})
-    if isinstance(kind, str) and kind in FAMILIES:
-        decoder = Decoder(recorded, FAMILIES[kind])
+    if isinstance(kind, str) and kind in SHAPES:
+        decoder = Decoder(recorded, SHAPES[kind])
         anatomy = decoder.build(architecture, stored_dtype(recorded))
     elif isinstance(kind, str) and kind in BUILDERS:
         anatomy = replace(BUILDERS[kind](recorded, architecture), stored=stored_dtype(recorded))
     else:
-        known = ", ".join(sorted({*FAMILIES, *BUILDERS}))
+        known = ", ".join(sorted({*SHAPES, *BUILDERS}))
         raise UnsupportedModelError(
             f"{config.path}: key 'model_type': {shown(kind)}; expected one whose shapes are known: {known}"
         )
@@ -180,14 +239,16 @@ def stored_parameters(path: Path, anatomy: Anatomy) -> tuple[int | None, str | N
         return None, None
     try:
         with Checkpoint.open(folder) as checkpoint:
-            sizes = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
+            tensors = checkpoint.tensors
     except PyEngineError as error:
         return None, f"the weights beside the config were not counted: {error}"
-    used = expected_tensors(model_spec(ConfigValues.read(path))) if anatomy.not_run is None else None
-    if used is None:
+    sizes = {name: math.prod(info.shape) for name, info in tensors.items()}
+    if anatomy.not_run is not None:
         counted = {name: size for name, size in sizes.items() if not name.endswith((*QUANTIZED, *INERT_TENSORS))}
     else:
-        counted = {name: size for name, size in sizes.items() if name in used}
+        spec = model_spec(ConfigValues.read(path))
+        sources = NamesOnDisk(FAMILIES[spec.architecture].names, tensors).sources(expected_tensors(spec)).values()
+        counted = {source.name: sizes[source.name] for source in sources if source.name in sizes}
     found = sum(counted.values())
     groups = anatomy.parameters()
     if found in (groups["total"], groups["total"] + groups["mtp"]):

@@ -237,7 +237,7 @@ def flops_lines(a: Account) -> list[str]:
             continue
         keys = s.keys(a.context)
         seen = f"{keys:,} keys" + (f" (window {s.window:,})" if s.window is not None else "")
-        form = ", absorbed: the latent stands for all heads' k and v" if s.kv_heads == 1 and not s.v_cached else ""
+        form = ", absorbed: the latent stands for all heads' k and v" if s.kv_heads == 1 and s.k_dim != s.v_dim else ""
         lines.append(
             f"  {s.kind}-attention scores: 2 x {s.heads} heads x ({s.k_dim} + {s.v_dim}) x {seen} x {s.layers} layers "
             f"= {s.flops(a.context):,}{form}"
@@ -258,7 +258,7 @@ def byte_lines(a: Account) -> list[str]:
         if not part.computes or (part.rows, part.cols, part.role) in seen:
             continue
         seen.append((part.rows, part.cols, part.role))
-        one = part.matrix_bytes(q)
+        one = part.matrix_bytes(q, a.anatomy.bf16)
         lines.append(
             f"  {part.rows} x {part.cols}: {-(-part.rows // 16)} panels, {one:,} bytes, {8 * one / part.size:.3f} bits "
             f"a weight ({part.name})"

@@ -29,6 +29,7 @@ from pyengine.reports.memory import MemoryRoom
 
 LIMITS = Limits(read_gb_per_s=20.0, int8_gops=500.0, f32_gflops=100.0)
 LLAMA = REAL["Llama-3.1-8B"].config
+GPT_OSS = REAL["gpt-oss-20b"].config
 MIXTRAL = REAL["Mixtral-8x7B"].config
 # The contract; other keys may stand beside them.
 KEYS = {"parameters", "ffn_parameter_share", "flops_per_token", "ffn_flop_share", "weight_bytes",
@@ -132,7 +133,8 @@ def test_weights_that_are_there_are_compared(tmp_path: Path, capsys: Any) -> Non
 
 def test_a_count_that_differs_is_said(tmp_path: Path, capsys: Any) -> None:
     config = {**CONFIGS["llama"], "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-              "num_local_experts": 2, "num_experts_per_tok": 1}  # fmt: skip
+              "num_local_experts": 2, "num_experts_per_tok": 1,
+              "quantization_config": {"quant_method": "awq"}}  # fmt: skip
     write(tmp_path, config)
     save_file({"a": np.zeros((3, 4), np.float32), "a.weight_scale_inv": np.zeros(7, np.float32)},
               tmp_path / "model.safetensors")  # fmt: skip
@@ -183,7 +185,7 @@ def test_a_composite_model_is_its_text_decoder(tmp_path: Path) -> None:
 
 
 def test_keys_that_may_stand_for_weights_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path, MIXTRAL, num_adapters=3, rms_norm_eps=1e-5, some_flag=False)
+    path = write(tmp_path, GPT_OSS, num_adapters=3, rms_norm_eps=1e-5, some_flag=False)
     assert read_anatomy(path).notes == ("keys that may stand for weights and were not read: 'num_adapters'",)
     with pytest.raises(UnsupportedModelError, match="num_adapters"):
         read_anatomy(path, strict=True)
