@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import hub, quantize, rope
+from pyengine import hub, quantize, rope, system
 from pyengine._core import Backend
 from pyengine.balance import balance_keys
 from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
@@ -48,18 +48,6 @@ def stored_quant(checkpoint: Checkpoint) -> str:
     """What `none` means: bf16 where every matrix is stored as BF16, else f32 (which holds F16 and BF16 exactly)."""
     kinds = {info.dtype for info in checkpoint.tensors.values() if len(info.shape) == 2}
     return "bf16" if kinds == {"BF16"} else "f32"
-
-
-def available_memory() -> int | None:
-    """Bytes that can still be taken without swapping; None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 class RopeTables:
@@ -148,7 +136,7 @@ class Engine:
         bits = {"f32": 32, "bf16": 16, "int8": 8.25, "int4": 4 + 32 / (self.group_size or 32)}[self.quant]
         sizes = [int(np.prod(info.shape, dtype=object)) for info in checkpoint.tensors.values()]
         wanted = int(sum(sizes) * bits / 8)
-        available = available_memory()
+        available = system.available_memory()
         if available is not None and wanted > available:
             raise ResourceError(
                 f"{self.folder}: about {wanted} bytes of {self.quant} weights, {available} bytes of memory available; "

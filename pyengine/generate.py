@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import __version__
+from pyengine import __version__, system
 from pyengine._core import Stage
 from pyengine.errors import ComputeError, RequestError, ResourceError
 from pyengine.kv_cache import Sequence as KvSequence
@@ -141,9 +141,7 @@ class GenerationStream:
         return ids
 
     def _check_memory(self, tokens: int) -> None:
-        from pyengine.engine import available_memory
-
-        wanted, available = int(tokens * self.engine.pool.bytes_per_token), available_memory()
+        wanted, available = int(tokens * self.engine.pool.bytes_per_token), system.available_memory()
         if available is not None and wanted > available:
             raise ResourceError(
                 f"a KV cache of {tokens} tokens takes {wanted} bytes, {available} are available; "

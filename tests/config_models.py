@@ -57,7 +57,7 @@ DEEPSEEK = {
     "v_head_dim": 8,
 }
 BASES = {
-    "deepseek": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pyengine import kernels
-from pyengine.engine import available_memory
 from pyengine.errors import ResourceError
 from pyengine.packer import padded
 from pyengine.reports.kernel_ops import FFN, HEAD_ROWS, KV_BYTES, RUN_BYTES, WEIGHTS, Bed, Job, Timer, bits, lay
 from pyengine.reports.machine import Gauge, Limits, Timed, fraction, take_turns
+from pyengine.system import available_memory
 
 MAX_SECONDS = 10.0  # a row whose single run would take longer at the machine's best rate is left empty
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyengine.engine import available_memory
+from pyengine.system import available_memory
 
 MAX_LIMIT = 1 << 60  # above it a cgroup says "no limit" (v1 does so with a large number)
 

@@ -7,70 +7,10 @@
 #include <algorithm>
 #include <functional>
 
-#include "c_client.h"
+#include "core_bits_experts.h"
+#include "core_bits_latent.h"
 
 namespace {
-
-struct Output {
-  std::string what;
-  std::vector<uint8_t> bytes;
-};
-
-int failures = 0;
-
-class Recorder {
- public:
-  explicit Recorder(std::vector<Output>& to) : to_(to) {}
-  template <class T>
-  void add(const std::string& what, const std::vector<T>& values) {
-    const auto* p = reinterpret_cast<const uint8_t*>(values.data());
-    to_.push_back({what, {p, p + values.size() * sizeof(T)}});
-  }
-
- private:
-  std::vector<Output>& to_;
-};
-
-// x [tokens, width] with what quantization treats apart: a lone large value, a zero row, tiny and huge rows.
-std::vector<float> activations(int64_t tokens, int64_t width, Random& random) {
-  std::vector<float> x = random.normal(tokens * width);
-  for (int64_t t = 0; t < tokens; ++t) {
-    float* row = x.data() + t * width;
-    if (t % 3 == 1) row[(7 * t) % width] *= 300.0f;
-    if (t % 7 == 2) std::fill(row, row + width, 0.0f);
-    if (t % 7 == 4)
-      for (int64_t k = 0; k < width; ++k) row[k] *= 1e-38f;
-    if (t % 7 == 5)
-      for (int64_t k = 0; k < width; ++k) row[k] *= 1e20f;
-  }
-  return x;
-}
-
-std::vector<float> run_hidden(pe_program* program, const std::vector<float>& x, int32_t tokens, int64_t width) {
-  std::vector<int32_t> positions(static_cast<size_t>(tokens)), start{0, tokens};
-  for (int32_t t = 0; t < tokens; ++t) positions[static_cast<size_t>(t)] = t;
-  std::vector<float> out(static_cast<size_t>(tokens * width));
-  float* taps[] = {out.data()};
-  auto batch = sized<pe_batch>();
-  batch.tokens = tokens;
-  batch.sequences = 1;
-  batch.positions = positions.data();
-  batch.query_start = start.data();
-  batch.hidden = x.data();
-  batch.taps = taps;
-  good(pe_program_run(program, &batch));
-  return out;
-}
-
-pe_program* linear_program(Client& c, const Format& f, int32_t weight, int32_t bias, int64_t rows, int64_t cols,
-                           int32_t tokens) {
-  pe_op linear = make_op(PE_OP_LINEAR, f.integer() ? 1 : 0, 2), tap = make_op(PE_OP_TAP, 2, -1);
-  linear.weight = weight;
-  linear.bias = bias;
-  std::vector<pe_op> ops{make_op(PE_OP_LOAD_HIDDEN, -1, 0), linear, tap};
-  if (f.integer()) ops.insert(ops.begin() + 1, make_op(PE_OP_QUANTIZE, 0, 1));
-  return c.program(ops, {make_buffer(cols), make_buffer(cols, true), make_buffer(rows)}, tokens);
-}
 
 void linears(Client& c, Recorder& out) {
   constexpr int64_t kSizes[][2] = {{1, 1440}, {15, 172}, {16, 1},  {17, 2},   {31, 15},  {32, 16}, {33, 17},
@@ -133,92 +73,6 @@ void extremes(Client& c, Recorder& out) {
   }
 }
 
-// A mixture of experts with a selection bias, groups and a gate, fused and unfused, of one token up to many.
-void experts(Client& c, Recorder& out) {
-  constexpr int64_t kWidth = 88, kWide = 52;
-  constexpr int32_t kExperts = 12, kTopK = 3, kTokens = 40;
-  for (const Format& f : kFormats) {
-    Random random(17);
-    const std::vector<float> x = random.normal(kTokens * kWidth);
-    const int32_t router = c.matrix(kFormats[0], kExperts, kWidth, random), bias = c.vector(random.normal(kExperts));
-    const int32_t gate = c.vector(random.normal(kWidth)), none = c.vector(std::vector<float>(kWidth, 0.0f));
-    const int64_t rows = up16(kWide), down_rows = up16(kWidth);
-    const int32_t gate_up = c.tensor(f.format, kExperts * 2 * rows, kWidth, f.group);
-    const int32_t down = c.tensor(f.format, kExperts * down_rows, kWide, f.group);
-    for (int64_t e = 0; e < kExperts; ++e) {
-      for (int64_t side = 0; side < 2; ++side)
-        c.pack(gate_up, random.normal(kWide * kWidth), kWide, e * 2 * rows / 16 + side, 2);
-      c.pack(down, random.normal(kWidth * kWide), kWidth, e * down_rows / 16);
-    }
-    enum : int32_t { kX, kXQ, kScores, kRouting, kAct, kActQ, kRows, kBranch, kOut };
-    std::vector<pe_buffer_desc> buffers{make_buffer(kWidth),    make_buffer(kWidth, true), make_buffer(kExperts),
-                                        make_buffer(2 * kTopK), make_buffer(kWide),        make_buffer(kWide, true),
-                                        make_buffer(kWidth),    make_buffer(kWidth),       make_buffer(kWidth)};
-    for (const int32_t b : {kAct, kActQ, kRows}) buffers[static_cast<size_t>(b)].rows = kTopK;
-    const bool q = f.integer();
-    std::vector<float> unfused[2];
-    for (const bool fused : {false, true})
-      for (const int32_t scoring : {PE_SOFTMAX, PE_SIGMOID}) {
-        std::vector<pe_op> ops;
-        const auto emit = [&](int32_t kind, int32_t input, int32_t output) -> pe_op& {
-          pe_op op = make_op(kind, input, output);
-          op.experts = kExperts;
-          op.top_k = kTopK;
-          op.activation = scoring == PE_SOFTMAX ? PE_SILU : PE_GELU_TANH;
-          ops.push_back(op);
-          return ops.back();
-        };
-        emit(PE_OP_LOAD_HIDDEN, -1, kX);
-        emit(PE_OP_MASK_COLUMNS, -1, kOut).norm = none;
-        pe_op& r = emit(PE_OP_ROUTER, kX, kRouting);
-        r.weight = router;
-        r.bias = bias;
-        r.scratch = kScores;
-        r.groups = 4;
-        r.top_groups = 2;
-        r.scoring = scoring;
-        r.group_score = PE_GROUP_TOP2_SUM;
-        r.normalise = 1;
-        r.scale = 2.5f;
-        if (q) emit(PE_OP_QUANTIZE, kX, kXQ);
-        const auto of_experts = [&](pe_op& op) {
-          op.routing = kRouting;
-          op.rows = kRows;
-          op.weight = gate_up;
-          op.weight2 = down;
-        };
-        if (fused) {
-          pe_op& op = emit(PE_OP_MOE_FFN_RESIDUAL, q ? kXQ : kX, kOut);
-          of_experts(op);
-          op.scratch = q ? kActQ : kAct;
-        } else {
-          of_experts(emit(PE_OP_MOE_GATE_UP, q ? kXQ : kX, kAct));
-          if (q) emit(PE_OP_QUANTIZE, kAct, kActQ);
-          of_experts(emit(PE_OP_MOE_DOWN, q ? kActQ : kAct, kBranch));
-          emit(PE_OP_ADD, kBranch, kOut);
-        }
-        emit(PE_OP_GATE, kX, kOut).norm = gate;
-        emit(PE_OP_TAP, kOut, -1);
-        pe_program* program = c.program(ops, buffers, kTokens);
-        const std::string what = std::string(f.name) + " experts, scoring " + std::to_string(scoring);
-        const std::vector<float> all = run_hidden(program, x, kTokens, kWidth);
-        out.add(what, all);
-        if (!fused) unfused[scoring] = all;
-        if (all != unfused[scoring]) {
-          std::fprintf(stderr, "%s: %s: fused and unfused differ\n", pe_backend_isa(c.backend), what.c_str());
-          ++failures;
-        }
-        for (const int32_t m : {1, 2, 3, 9, 20}) {
-          const std::vector<float> few = run_hidden(program, x, m, kWidth);
-          if (std::memcmp(few.data(), all.data(), few.size() * 4) == 0) continue;
-          std::fprintf(stderr, "%s: %s: the first %d of %d tokens differ\n", pe_backend_isa(c.backend), what.c_str(), m,
-                       kTokens);
-          ++failures;
-        }
-      }
-  }
-}
-
 struct Shape {
   const char* name;
   int32_t heads, kv_heads, dim, rotary, window;
@@ -241,8 +95,6 @@ constexpr Shape kShapes[] = {
     {"layer norms, plain FFN", 2, 2, 16, 16, 0, true, PE_GELU, false, PE_LAYER_NORM},
     {"plain FFN, norms after", 3, 3, 20, 20, 0, false, PE_RELU, false, PE_LAYER_NORM, true, true, 2.0f},
 };
-constexpr int64_t kHidden = 104, kInter = 76, kVocab = 91;
-constexpr int32_t kMaxTokens = 300, kBlocks = 12;
 
 // One block of a decoder with every op, from token ids to sampled ids; fused where the fused ops take the shape.
 pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Recorder& out, int32_t* kv_group) {
@@ -386,63 +238,6 @@ pe_program* decoder(Client& c, const Format& f, const Shape& s, bool fused, Reco
   last.norm = norm(kHidden);
   last.norm_bias = norm_bias;
   emit(PE_OP_SAMPLE, -1, -1);
-  return c.program(ops, buffers, kMaxTokens);
-}
-
-// Latent attention, its heads of sizes off the panels, 20 of them for one row of the cache; no FFN behind it.
-pe_program* latent(Client& c, bool bf16, int32_t* kv_group) {
-  constexpr int32_t kHeads = 20, kNope = 11, kRope = 6, kRank = 24, kValue = 9, kRow = kRank + kRope;
-  Random random(77);
-  const Format f{"", bf16 ? PE_BF16 : PE_F32, 0};
-  const int32_t table = c.matrix(f, kVocab, kHidden, random),
-                to_q = c.matrix(f, kHeads * (kNope + kRope), kHidden, random);
-  const int32_t to_row = c.matrix(f, kRow, kHidden, random), o = c.matrix(f, kHidden, kHeads * kValue, random);
-  const auto heads = [&](int64_t rows, int64_t cols) {
-    const int32_t id = c.tensor(f.format, kHeads * up16(rows), cols);
-    for (int64_t h = 0; h < kHeads; ++h) c.pack(id, random.normal(rows * cols), rows, h * up16(rows) / 16);
-    return id;
-  };
-  const int32_t k_up = heads(kRank, kNope), v_up = heads(kValue, kRank);
-  std::vector<float> angles(static_cast<size_t>(kBlocks * PE_KV_BLOCK * kRope));
-  for (float& x : angles) x = static_cast<float>(random.bits() >> 40) * (2.0f / 16777216.0f) - 1.0f;
-  int32_t rope = -1;
-  good(pe_rope_set(c.backend, &rope, angles.data(), kBlocks * PE_KV_BLOCK, kRope, nullptr));
-  auto kv = sized<pe_kv_desc>();
-  kv.layers = kv.kv_heads = 1;
-  kv.k_dim = kRow;
-  kv.v_dim = kRank;
-  kv.dtype = bf16 ? PE_KV_BF16 : PE_KV_F32;
-  good(pe_kv_create(c.backend, &kv, kv_group));
-  good(pe_kv_reserve(c.backend, *kv_group, 2 * kBlocks));
-  enum : int32_t { kX, kQ, kLatent, kWide, kValues, kAttended };
-  const std::vector<pe_buffer_desc> buffers{make_buffer(kHidden),        make_buffer(kHeads * (kNope + kRope)),
-                                            make_buffer(kRow),           make_buffer(kHeads * kRow),
-                                            make_buffer(kHeads * kRank), make_buffer(kHeads * kValue)};
-  std::vector<pe_op> ops;
-  const auto emit = [&](int32_t kind, int32_t input, int32_t output, int32_t weight, int32_t head_dim) -> pe_op& {
-    pe_op op = make_op(kind, input, output);
-    op.weight = weight;
-    op.heads = kHeads;
-    op.kv_heads = 1;
-    op.head_dim = head_dim;
-    op.scale = 0.25f;
-    op.rope = rope;
-    op.kv_group = *kv_group;
-    op.kv_layer = 0;
-    ops.push_back(op);
-    return ops.back();
-  };
-  emit(PE_OP_EMBED, -1, kX, table, 0);
-  emit(PE_OP_LINEAR, kX, kQ, to_q, 0);
-  emit(PE_OP_LINEAR, kX, kLatent, to_row, 0);
-  emit(PE_OP_LATENT_APPEND, kLatent, -1, -1, kRow).norm = c.vector(random.normal(kRank));
-  emit(PE_OP_HEAD_LINEAR, kQ, kWide, k_up, kNope + kRope);
-  emit(PE_OP_ATTENTION, kWide, kValues, -1, kRow);
-  emit(PE_OP_HEAD_LINEAR, kValues, kAttended, v_up, kRank);
-  emit(PE_OP_LINEAR_RESIDUAL, kAttended, kX, o, 0);
-  emit(PE_OP_TAP, kX, -1, -1, 0);
-  emit(PE_OP_LM_HEAD, kX, -1, table, 0).norm = c.vector(random.normal(kHidden));
-  emit(PE_OP_SAMPLE, -1, -1, -1, 0);
   return c.program(ops, buffers, kMaxTokens);
 }
 

@@ -179,39 +179,41 @@ ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
         "ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, UNSUPPORTED,
         (*key("rope_parameters.rope_type", "default"), "yarn"),
     ),
-    "latent-kv-heads": ("deepseek", {"num_key_value_heads": 2}, UNSUPPORTED, key("num_key_value_heads", "2")),
-    "latent-rope-odd": ("deepseek", {"qk_rope_head_dim": 5}, BAD, (*key("qk_rope_head_dim", "5"), "even")),
-    "latent-rank-0": ("deepseek", {"kv_lora_rank": 0}, BAD, key("kv_lora_rank", "0")),
-    "latent-q-rank-text": ("deepseek", {"q_lora_rank": "24"}, BAD, key("q_lora_rank", "24")),
-    "latent-head-dim": ("deepseek", {"head_dim": 64}, UNSUPPORTED, (*key("head_dim", "64"), "4, from the other keys")),
-    "latent-not-interleaved": ("deepseek", {"rope_interleave": False}, UNSUPPORTED, key("rope_interleave", "False")),
-    "latent-experts-groups": (
-        "deepseek", {**ROUTED, "n_group": 3}, BAD, (*key("n_group", "3"), "a divisor of n_routed_experts 8")
+    "latent-kv-heads": ("deepseek_v3", {"num_key_value_heads": 2}, UNSUPPORTED, key("num_key_value_heads", "2")),
+    "latent-rope-odd": ("deepseek_v3", {"qk_rope_head_dim": 5}, BAD, (*key("qk_rope_head_dim", "5"), "even")),
+    "latent-rank-0": ("deepseek_v3", {"kv_lora_rank": 0}, BAD, key("kv_lora_rank", "0")),
+    "latent-q-rank-text": ("deepseek_v3", {"q_lora_rank": "24"}, BAD, key("q_lora_rank", "24")),
+    "latent-head-dim": (
+        "deepseek_v3", {"head_dim": 64}, UNSUPPORTED, (*key("head_dim", "64"), "4, from the other keys")
     ),
-    "latent-experts-group-of-one": ("deepseek", {**ROUTED, "n_group": 8}, BAD, (*key("n_group", "8"), "at most 4")),
+    "latent-not-interleaved": ("deepseek_v3", {"rope_interleave": False}, UNSUPPORTED, key("rope_interleave", "False")),
+    "latent-experts-groups": (
+        "deepseek_v3", {**ROUTED, "n_group": 3}, BAD, (*key("n_group", "3"), "a divisor of n_routed_experts 8")
+    ),
+    "latent-experts-group-of-one": ("deepseek_v3", {**ROUTED, "n_group": 8}, BAD, (*key("n_group", "8"), "at most 4")),
     "latent-experts-method": (
-        "deepseek", {**ROUTED, "topk_method": "greedy"}, UNSUPPORTED, (*key("topk_method", "greedy"), "noaux_tc")
+        "deepseek_v3", {**ROUTED, "topk_method": "greedy"}, UNSUPPORTED, (*key("topk_method", "greedy"), "noaux_tc")
     ),
     "latent-experts-scale": (
-        "deepseek", {**ROUTED, "routed_scaling_factor": 0}, BAD, key("routed_scaling_factor", "0")
+        "deepseek_v3", {**ROUTED, "routed_scaling_factor": 0}, BAD, key("routed_scaling_factor", "0")
     ),
     "latent-experts-top-k": (
-        "deepseek", {**ROUTED, **V2, "num_experts_per_tok": None}, BAD, ("num_experts_per_tok", "missing")
+        "deepseek_v3", {**ROUTED, **V2, "num_experts_per_tok": None}, BAD, ("num_experts_per_tok", "missing")
     ),
     "latent-experts-mlp-bias": (
-        "deepseek", {**ROUTED, **V2, "mlp_bias": True}, UNSUPPORTED, key("mlp_bias", "True")
+        "deepseek_v3", {**ROUTED, **V2, "mlp_bias": True}, UNSUPPORTED, key("mlp_bias", "True")
     ),
     "latent-elsewhere": ("llama", {"kv_lora_rank": 16}, UNSUPPORTED, key("kv_lora_rank", "16")),
     "fp8-fmt": (
-        "deepseek", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, UNSUPPORTED,
+        "deepseek_v3", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, UNSUPPORTED,
         key("quantization_config.fmt", "e5m2"),
     ),
     "fp8-block": (
-        "deepseek", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}}, BAD,
+        "deepseek_v3", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}}, BAD,
         key("quantization_config.weight_block_size", "[128, 0]"),
     ),
     "fp8-key": (
-        "deepseek", {"quantization_config": {"quant_method": "fp8", "weight_bits": 4}}, UNSUPPORTED,
+        "deepseek_v3", {"quantization_config": {"quant_method": "fp8", "weight_bits": 4}}, UNSUPPORTED,
         key("quantization_config.weight_bits", "4"),
     ),
     "partial-rotary": ("llama", {"partial_rotary_factor": 0.5}, UNSUPPORTED, key("partial_rotary_factor", "0.5")),

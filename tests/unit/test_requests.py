@@ -19,8 +19,7 @@ from tiny_tokenizers import byte_level
 from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
-from pyengine import engine as engine_module
-from pyengine import errors
+from pyengine import errors, system
 from pyengine.kv_cache import Sequence
 
 CONFIG = {**CONFIGS["llama"], "vocab_size": 258, "max_position_embeddings": 1024, "eos_token_id": 257}
@@ -309,7 +308,7 @@ def test_environment_twins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_memory_is_checked_first(folder: Path, tight: pyengine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "available_memory", lambda: 200_000)
+    monkeypatch.setattr(system, "available_memory", lambda: 200_000)
     with pytest.raises(errors.ResourceError, match=r"about \d+ bytes of f32 weights, 200000 bytes of memory available"):
         pyengine.load(folder, quant="f32")
     assert tight.generate(PROMPT, max_tokens=5, ignore_eos=True).finish_reason == "length"
