@@ -23,6 +23,7 @@ from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.decoder import BuiltProgram, Hooks, KvLayout, build
+from pyengine.engine_reports import EngineReports
 from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
 from pyengine.generate import GenerationResult, GenerationStream
 from pyengine.kv_cache import KV_DTYPES, KvPool
@@ -70,7 +71,7 @@ class RopeTables:
         self.positions = size
 
 
-class Engine:
+class Engine(EngineReports):
     """A loaded model. Made by `load`; use as a context manager or close it.
 
     Calls from several threads at once are served one after the other. Attributes: spec, tokenizer (None without

@@ -10,13 +10,25 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pyengine.cli import _output, account, bench, cache, compare, fetch_demo, generate, info, inspect, perplexity
+from pyengine.cli import (
+    _output,
+    account,
+    bench,
+    cache,
+    compare,
+    fetch_demo,
+    generate,
+    info,
+    inspect,
+    perplexity,
+    profile,
+)
 from pyengine.cli._options import Parser
 from pyengine.errors import PyEngineError, RequestError, ResourceError
 
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, what a C program ends with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
-COMMANDS = (generate, compare, perplexity, account, bench, inspect, info, fetch_demo, cache)
+COMMANDS = (generate, compare, perplexity, profile, account, bench, inspect, info, fetch_demo, cache)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -29,6 +29,7 @@ def _style() -> str:
     dark = f"--text:#e2e8f0;--faint:#a0aec0;--line:#4a5568;--page:#171923;--on:#1a202c;{colours(DARK)}"
     c = "." + CLASS
     fills = "".join(f"{c} .s{i}{{fill:var(--s{i});background:var(--s{i})}}" for i in range(len(LIGHT)))
+    lines = "".join(f"{c} .l{i}{{stroke:var(--s{i});stroke-width:2;fill:none}}" for i in range(len(LIGHT)))
     return (
         f"{c}{{{light}color:var(--text);background:var(--page);font:15px/1.5 system-ui,sans-serif;max-width:62rem;"
         f"margin:0 auto;padding:1rem}}@media(prefers-color-scheme:dark){{{c}{{{dark}}}}}"
@@ -43,6 +44,8 @@ def _style() -> str:
         f"{c} svg text{{fill:var(--text);font:13px system-ui,sans-serif}}"
         f"{c} svg text.on{{fill:var(--on)}}{c} .key{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}}"
         f"{c} .faint{{color:var(--faint)}}{fills}"
+        f"{c} .grid{{stroke:var(--line);fill:none}}{c} .dashed{{stroke-dasharray:6 4}}"
+        f"{c} .heat{{fill:var(--s1)}}{lines}"
     )
 
 
@@ -135,6 +138,15 @@ def stacked_bars(title: str, series: Mapping[str, int], bars: Sequence[Bar], *, 
     )
 
 
+def check_writable(path: Path) -> None:
+    """RequestError, before anything is measured, where `write` could not put a file."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise RequestError(f"{path}: not a regular file; expected a file to write to")
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
+        raise RequestError(f"{path}: its folder is not there or not writable; expected a file that can be written")
+
+
 def write(path: Path, text: str) -> None:
     """The whole file or none: written beside `path` under another name, then renamed.
 
@@ -142,7 +154,7 @@ def write(path: Path, text: str) -> None:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        raise RequestError(f"{path}: not a regular file; expected a file to write the page to")
+        raise RequestError(f"{path}: not a regular file; expected a file to write to")
     part = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
     try:
         try:
@@ -159,5 +171,5 @@ def write(path: Path, text: str) -> None:
 
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = ResourceError if full else RequestError
-        expected = "room for the page" if full else "a file that can be written"
+        expected = "room for the file" if full else "a file that can be written"
         raise kind(f"{path}: {error.strerror or error}; expected {expected}") from error
