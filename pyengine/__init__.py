@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pyengine.generate import GenerationResult as GenerationResult
     from pyengine.reports.account import Account as Account
     from pyengine.reports.account import account as account
+    from pyengine.reports.compare_models import compare as compare
+    from pyengine.reports.compare_result import CompareResult as CompareResult
 
 __version__ = "0.1.0"
 
@@ -54,9 +56,10 @@ _ERRORS = (
 _ENGINE = ("Engine", "load")
 _GENERATE = ("GenerationResult",)
 _ACCOUNT = ("Account", "account")
+_REPORTS = {"compare": "compare_models", "CompareResult": "compare_result"}
 _MODULES = ("errors", "kernels")
 
-__all__ = [*_ENGINE, *_GENERATE, *_ACCOUNT, *_ERRORS, *_MODULES, "__version__"]
+__all__ = [*_ENGINE, *_GENERATE, *_ACCOUNT, *_REPORTS, *_ERRORS, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -71,6 +74,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module("pyengine.generate"), name)
     elif name in _ACCOUNT:
         value = getattr(importlib.import_module("pyengine.reports.account"), name)
+    elif name in _REPORTS:
+        value = getattr(importlib.import_module(f"pyengine.reports.{_REPORTS[name]}"), name)
     else:
         raise AttributeError(f"module 'pyengine' has no attribute '{name}'")
     globals()[name] = value

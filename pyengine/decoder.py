@@ -270,6 +270,7 @@ class BuiltProgram:
     tap_widths: list[int]
     max_batch_tokens: int
     max_sequences: int
+    buffers: list[tuple[bool, int]] = field(default_factory=list)  # (quantized, width) by id
 
 
 def taps_of(layer: LayerSpec) -> tuple[str, ...]:
@@ -359,4 +360,4 @@ def finish(b: Builder, *, fused: bool, timed: bool, max_batch_tokens: int, max_s
     program = Program(b.backend, ops, b.buffers, max_batch_tokens, max_sequences, timed)
     for mask in b.masks:  # the program holds what it uses
         b.backend.tensor_free(mask)
-    return BuiltProgram(program, ops, b.hooks.taps, b.tap_widths, max_batch_tokens, max_sequences)
+    return BuiltProgram(program, ops, b.hooks.taps, b.tap_widths, max_batch_tokens, max_sequences, b.buffers)

@@ -57,10 +57,10 @@ def weighting(importance: Any, cols: int) -> Float32 | None:
 class Bench:
     """A backend with the ops and buffers of one small program."""
 
-    def __init__(self, threads: int | None, isa: str | None) -> None:
+    def __init__(self, threads: int | None, isa: str | None, backend: Backend | None = None) -> None:
         if threads is not None and (isinstance(threads, bool) or threads < 1):
             raise RequestError(f"threads is {threads}; expected at least 1, or None for the default")
-        self.backend = Backend(threads or 0, isa or "")
+        self.backend = Backend(threads or 0, isa or "") if backend is None else backend
         self.ops: list[dict[str, Any]] = []
         self.buffers: list[tuple[bool, int]] = []
         self.rows: list[int] = []  # of each token, by buffer

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import KV_BLOCK, KvDtype, Norm, OpKind
+from pyengine._core import KV_BLOCK, Backend, KvDtype, Norm, OpKind
 from pyengine.decoder import ACTIVATIONS
 from pyengine.errors import RequestError
 from pyengine.kernel_program import EMPTY as EMPTY
@@ -81,6 +81,20 @@ class Linear:
     def packed(self) -> npt.NDArray[np.uint8]:
         """A copy of the packed bytes, header included (docs/packed_formats.md)."""
         return self._bench.backend.tensor_bytes(self._tensor)
+
+
+def packed_linear(backend: Backend, tensor: int, fmt: PackedFormat, shape: tuple[int, int], x: Any) -> Float32:
+    """x [M, K] through a matrix that `backend` already holds, of `shape` [N, K] in `fmt`: float32 [M, N].
+
+    The tensor is used as it is, whatever it was packed from: an engine's own, with joined parts and padding rows.
+    """
+    rows, cols = shape
+    x = values(x, "x", None, cols)
+    b = Bench(None, None, backend)
+    loaded, out = b.buffer(cols), b.buffer(rows)
+    b.op(OpKind.LOAD_HIDDEN, output=loaded)
+    b.op(OpKind.LINEAR, input=b.quantized(loaded, fmt), output=out, weight=tensor)
+    return b.show(b.program(out, len(x)), x, rows)
 
 
 def linear(

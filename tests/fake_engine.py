@@ -34,6 +34,12 @@ class ByteTokenizer:
         bos = [self.bos_token_id] if add_special_tokens and self.adds_bos else []
         return bos + list(text.encode())
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("latin-1")
+
+    def stream(self) -> Any:
+        return SimpleNamespace(push=lambda token: self.decode([token]))
+
 
 @dataclass
 class FakeResult:
@@ -141,7 +147,9 @@ class FakeEngine:
     threads: int = 2
     ctx_size: int = 128
     load_ms: float = 1.0
-    spec: Any = field(default_factory=lambda: SimpleNamespace(warnings=("an odd key",), family="llama"))
+    spec: Any = field(
+        default_factory=lambda: SimpleNamespace(warnings=("an odd key",), family="llama", vocab_size=VOCAB)
+    )
 
     def __enter__(self) -> FakeEngine:
         return self

@@ -97,17 +97,20 @@ def statistics_line(record: Mapping[str, Any], *, sampled: bool, limit_gb_per_s:
 class Progress:
     """A progress bar on stderr: only on a terminal, only once something has taken longer than a second.
 
-    Call it with (done, total, what); it may be called as often as the caller likes. `close` wipes the bar.
+    Call it with (done, total, what); it may be called as often as the caller likes. The time left is what
+    the rest takes at the pace so far. `close` wipes the bar.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._active = not quiet and sys.stderr.isatty()
         self._start = time.monotonic()
         self._last = 0.0
+        self._first: tuple[float, int] | None = None  # when it was first called, and with what
         self._width = 0
 
     def __call__(self, done: int, total: int, what: str = "loading") -> None:
         now = time.monotonic()
+        began, first = self._first = self._first or (now, done)
         if not self._active or total <= 0 or now - self._start < PROGRESS_AFTER_SECONDS:
             return
         if now - self._last < PROGRESS_EVERY_SECONDS and done < total:
@@ -116,6 +119,9 @@ class Progress:
         fraction = min(max(done / total, 0.0), 1.0)
         filled = round(30 * fraction)
         line = f"{one_line(what)} [{'#' * filled}{'.' * (30 - filled)}] {100 * fraction:3.0f} %"
+        if first < done < total:
+            left = round((now - began) * (total - done) / (done - first))
+            line += f", {left // 60}:{left % 60:02} left"
         self._write(line)
 
     def close(self) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyengine.cli import _options, _output
-from pyengine.errors import RequestError, TokenizerError
-
-if TYPE_CHECKING:
-    from pyengine.reports.compare import CompareResult
+from pyengine.errors import RequestError
 
 EXIT_QUALITY_GATE = 7
 SOURCE_MARK = "pyengine_source.json"  # written by demo.py into a folder made from a 4-bit file
@@ -22,10 +18,19 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="quantized against the stored precision",
-        description="KL(stored precision || quantized), top-1 agreement and perplexity over a text.",
+        description="KL(stored precision || quantized), top-1 agreement and perplexity over a text, and the error of "
+        "each module.",
     )
     _options.add_model(parser)
     measure = add_measurement(parser)
+    measure.add_argument(
+        "--against", default="none", metavar="BASELINE", help="a format, or another model in its own (none = as stored)"
+    )
+    measure.add_argument("--no-layers", action="store_true", help="no errors by layer and module")
+    measure.add_argument("--swap", action="store_true", help="quantize one module at a time, rank them by their KL")
+    measure.add_argument("-p", "--prompt", metavar="TEXT", help="greedy texts of both for this raw prompt")
+    measure.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens of those (64)")
+    measure.add_argument("--html", metavar="FILE", help="also write a page that needs nothing else")
     measure.add_argument("--max-kld", type=float, metavar="X", help="exit 7 if the mean KL is above X nats")
     _options.add_engine(parser)
     _options.add_common(parser)
@@ -55,51 +60,62 @@ def measured_folder(args: argparse.Namespace) -> Path:
     return folder
 
 
-def stored_precision(args: argparse.Namespace) -> argparse.Namespace:
-    """The same options for the baseline: the format on disk, and the KV cache that goes with it."""
-    changes = {"quant": "none", "group_size": None, "int4_scheme": None, "kv_dtype": None, "no_calibration": False}
+def baseline_arguments(args: argparse.Namespace, quant: str) -> argparse.Namespace:
+    """The same options for the baseline: its own format, and the KV cache that goes with it."""
+    changes = {"quant": quant, "group_size": None, "int4_scheme": None, "kv_dtype": None, "no_calibration": False}
     return argparse.Namespace(**{**vars(args), **changes})
 
 
-def print_report(model: Path, bits: str, result: CompareResult) -> None:
-    text = result.text
-    print(f"model       {model}")
-    print(f"formats     {bits}, {result.bits_per_weight:.2f} bits per weight, against {result.baseline}")
-    print(f"text        {text['name']}, {text['bytes']} bytes, sha256 {text['sha256'][:16]}")
-    print(f"tokens      {result.tokens} in windows of {result.window}, second half scored")
-    print(
-        f"KL          mean {result.mean_kld:.5f}  median {result.median_kld:.5f}  p99 {result.p99_kld:.4f}  "
-        f"max {result.max_kld:.4f} nats"
-    )
-    print(f"top-1       {100 * result.top1_agreement:.2f} % agree")
-    print(f"perplexity  {result.ppl_baseline:.4f} -> {result.ppl_quant:.4f}")
+def baseline_of(args: argparse.Namespace, folder: Path) -> tuple[Path, str]:
+    """The folder and format that --against means."""
+    if args.against in _options.QUANTS:
+        return folder, args.against
+    from pyengine import hub
+
+    return hub.resolve(args.against, offline=args.offline), "none"
+
+
+def check(args: argparse.Namespace) -> None:
+    """RequestError for options that mean nothing, before anything is loaded."""
+    from pyengine.reports import html
+
+    if args.max_kld is not None and not (math.isfinite(args.max_kld) and args.max_kld >= 0):
+        raise RequestError(f"--max-kld {args.max_kld}; expected a finite number of at least 0")
+    if args.max_tokens is not None and args.prompt is None:
+        raise RequestError("--max-tokens without --prompt; expected a prompt for the greedy texts")
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 1")
+    if args.html is not None:
+        html.check_writable(Path(args.html))
+    _options.engine_arguments(args)
 
 
 def run(args: argparse.Namespace) -> int:
     from pyengine.reports import compare as report
+    from pyengine.reports import compare_models, html
+    from pyengine.reports.compare_baseline import Options, Side
 
-    if args.max_kld is not None and not (math.isfinite(args.max_kld) and args.max_kld >= 0):
-        raise RequestError(f"--max-kld {args.max_kld}; expected a finite number of at least 0")
-    _options.engine_arguments(args)
+    check(args)
     text = report.read_text(None if args.text is None else Path(args.text), offset=args.text_offset)
     folder = measured_folder(args)
-    with contextlib.ExitStack() as stack:
-        baseline = stack.enter_context(_options.open_engine(stored_precision(args), folder, warn=False))
-        quantized = stack.enter_context(_options.open_engine(args, folder))
-        if baseline.tokenizer is None:
-            raise TokenizerError(f"{folder}: no tokenizer.json; expected one, compare measures on text")
-        progress = _output.Progress(quiet=args.quiet)
-        try:
-            result = report.compare(
-                baseline, quantized, baseline.tokenizer, text, tokens=args.tokens, window=args.window, progress=progress
-            )
-        finally:
-            progress.close()
-        bits = _output.format_quant(quantized.quant, quantized.group_size)
+    other, quant = baseline_of(args, folder)
+    baseline_args = baseline_arguments(args, quant)
+    sides = (
+        Side(other, quant, None, lambda: _options.open_engine(baseline_args, other, warn=False)),
+        Side(folder, args.quant, args.group_size, lambda: _options.open_engine(args, folder)),
+    )
+    options = Options(args.tokens, args.window, not args.no_layers, args.swap, args.prompt, args.max_tokens or 64)
+    progress = _output.Progress(quiet=args.quiet)
+    try:
+        result = compare_models.compare_sides(*sides, text, options, progress)
+    finally:
+        progress.close()
+    if args.html is not None:
+        html.write(Path(args.html), result.to_html())
     if args.json:
         _output.print_json(result.to_json())
     else:
-        print_report(folder, bits, result)
+        print(result)
     if args.max_kld is not None and not result.mean_kld <= args.max_kld:
         _output.message(f"quality gate: mean KL {result.mean_kld:.5f} nats; expected at most {args.max_kld:g}")
         return EXIT_QUALITY_GATE

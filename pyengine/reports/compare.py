@@ -13,8 +13,8 @@ Numerics: exponentials are float32 (as the logits are), every sum over the vocab
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +26,11 @@ from pyengine.errors import ComputeError, RequestError
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
 
 DEFAULT_TEXT = "compare.txt"
 MAX_TEXT_BYTES = 64 << 20
+TOP = 5
 BLOCK_ELEMENTS = 1 << 18  # rows are taken in blocks of about this many logits: 1 MiB per temporary stays in cache
 
 
@@ -66,34 +68,19 @@ class TextSource:
 
 @dataclass(frozen=True)
 class PositionStatistics:
-    """Per scored position, float64 [R] (agreement bool [R])."""
+    """Per scored position, float64 [R] (agreement bool [R]); top_*: ids [R, 5] by falling probability, and those."""
 
     kld: Float64
     nll_baseline: Float64
     nll_quant: Float64
     agreement: npt.NDArray[np.bool_]
+    top_baseline: tuple[Int64, Float64]
+    top_quant: tuple[Int64, Float64]
 
-
-@dataclass(frozen=True)
-class CompareResult:
-    """The fields of `compare --json`. KL is KL(baseline || quant) in nats; top1_agreement is a fraction 0..1."""
-
-    baseline: str
-    quant: str
-    bits_per_weight: float
-    text: dict[str, Any]
-    tokens: int
-    window: int
-    mean_kld: float
-    median_kld: float
-    p99_kld: float
-    max_kld: float
-    top1_agreement: float
-    ppl_baseline: float
-    ppl_quant: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def delta_p(self) -> Float64:
+        """Change of the probability of the token that follows: quantized minus baseline."""
+        return np.asarray(np.exp(-self.nll_quant) - np.exp(-self.nll_baseline), np.float64)
 
 
 def read_text(path: Path | None, *, offset: int = 0) -> TextSource:
@@ -158,6 +145,19 @@ def softmax_parts(rows: Float32) -> tuple[Float32, Float32, Float64]:
     return shifted, exp, exp.sum(axis=1, dtype=np.float64)
 
 
+def top_tokens(shifted: Float32, total: Float64) -> tuple[Int64, Float64]:
+    """Ids [R, TOP] of the most likely tokens, the likeliest first, equal ones by id, and probabilities.
+
+    shifted, total: x - max and the sum of its exp, as softmax_parts gives them. A smaller vocabulary has fewer.
+    """
+    count = min(TOP, shifted.shape[1])
+    ids = np.sort(np.argpartition(shifted, -count, axis=1)[:, -count:], axis=1)
+    values = np.take_along_axis(shifted, ids, axis=1)
+    order = np.argsort(-values, axis=1, kind="stable")
+    probability = np.exp(np.take_along_axis(values, order, axis=1).astype(np.float64)) / total[:, None]
+    return np.take_along_axis(ids, order, axis=1).astype(np.int64), probability
+
+
 def position_nll(logits: Float32, targets: Sequence[int]) -> Float64:
     """-log softmax(logits)[target] of each row, float64 [R], of logits float32 [R, V].
 
@@ -190,6 +190,8 @@ def compare_rows(baseline: Float32, quantized: Float32, targets: Sequence[int]) 
     target = np.asarray(targets, dtype=np.int64)
     kld, nll_p, nll_q = (np.empty(rows, np.float64) for _ in range(3))
     agreement = np.empty(rows, np.bool_)
+    count = min(TOP, vocab)
+    top_p, top_q = ((np.empty((rows, count), np.int64), np.empty((rows, count), np.float64)) for _ in range(2))
     step = max(1, BLOCK_ELEMENTS // max(vocab, 1))
     for begin in range(0, rows, step):
         block = slice(begin, begin + step)
@@ -198,6 +200,8 @@ def compare_rows(baseline: Float32, quantized: Float32, targets: Sequence[int]) 
         agreement[block] = p.argmax(axis=1) == q.argmax(axis=1)
         (p, exp_p, sum_p), (q, _, sum_q) = softmax_parts(p), softmax_parts(q)
         log_p, log_q = np.log(sum_p), np.log(sum_q)
+        top_p[0][block], top_p[1][block] = top_tokens(p, sum_p)
+        top_q[0][block], top_q[1][block] = top_tokens(q, sum_q)
         nll_p[block], nll_q[block] = log_p - p[at], log_q - q[at]
         # sum_v P (log P - log Q) = sum_v P (p - q) - log sum exp p + log sum exp q, with P = exp(p) / sum exp p
         np.subtract(p, q, out=p)
@@ -206,44 +210,21 @@ def compare_rows(baseline: Float32, quantized: Float32, targets: Sequence[int]) 
     if not (np.isfinite(kld).all() and np.isfinite(nll_p).all() and np.isfinite(nll_q).all()):
         raise ComputeError("compare: NaN or Inf in the logits; expected finite numbers")
     # KL is never negative; rounding of equal distributions can leave -1e-9
-    return PositionStatistics(np.maximum(kld, 0.0), nll_p, nll_q, agreement)
+    return PositionStatistics(np.maximum(kld, 0.0), nll_p, nll_q, agreement, top_p, top_q)
 
 
-def compare(
-    baseline: LogitsEngine,
-    quantized: LogitsEngine,
-    tokenizer: TextTokenizer,
-    text: TextSource,
-    *,
-    tokens: int = 4096,
-    window: int = 512,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> CompareResult:
-    """Run both engines over the same windows, one window at a time, and summarize the scored positions.
+def joined(parts: Sequence[PositionStatistics]) -> PositionStatistics:
+    """The positions of several windows as one."""
 
-    Two windows' logits, [window / 2, V] float32 each, are all that is held at once.
-    """
-    windows, _ = make_windows(tokenizer, text.content, tokens=tokens, window=window)
-    half = window // 2
-    rows = list(range(half - 1, window - 1))  # the logits after token i score token i + 1
-    parts: list[PositionStatistics] = []
-    for index, ids in enumerate(windows):
-        if progress is not None:
-            progress(index, len(windows), "comparing")
-        parts.append(compare_rows(baseline.logits(ids, rows), quantized.logits(ids, rows), ids[half:]))
-    kld = np.concatenate([part.kld for part in parts])
-    return CompareResult(
-        baseline=baseline.quant,
-        quant=quantized.quant,
-        bits_per_weight=quantized.bits_per_weight,
-        text=text.to_json(),
-        tokens=tokens,
-        window=window,
-        mean_kld=float(kld.mean()),
-        median_kld=float(np.median(kld)),
-        p99_kld=float(np.percentile(kld, 99)),
-        max_kld=float(kld.max()),
-        top1_agreement=float(np.concatenate([part.agreement for part in parts]).mean()),
-        ppl_baseline=float(np.exp(np.concatenate([part.nll_baseline for part in parts]).mean())),
-        ppl_quant=float(np.exp(np.concatenate([part.nll_quant for part in parts]).mean())),
+    def pair(name: str) -> tuple[Int64, Float64]:
+        both = [getattr(part, name) for part in parts]
+        return np.concatenate([ids for ids, _ in both]), np.concatenate([p for _, p in both])
+
+    return PositionStatistics(
+        kld=np.concatenate([part.kld for part in parts]),
+        nll_baseline=np.concatenate([part.nll_baseline for part in parts]),
+        nll_quant=np.concatenate([part.nll_quant for part in parts]),
+        agreement=np.concatenate([part.agreement for part in parts]),
+        top_baseline=pair("top_baseline"),
+        top_quant=pair("top_quant"),
     )

@@ -36,6 +36,7 @@ def _style() -> str:
         f"@media print{{{c}{{{light}font-size:10pt;max-width:none}}{c} section{{break-inside:avoid}}"
         f"{c} *{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}"
         f"{c} table{{border-collapse:collapse;margin:.5rem 0;font-variant-numeric:tabular-nums}}"
+        f"{c} table{{display:block;overflow-x:auto}}"
         f"{c} th,{c} td{{border-bottom:1px solid var(--line);padding:.15rem .6rem;text-align:right;color:var(--text)}}"
         f"{c} th:first-child,{c} td:first-child{{text-align:left}}"
         f"{c} h1{{font-size:1.5rem}}{c} h2{{font-size:1.15rem;margin-top:1.6rem}}{c} p{{margin:.4rem 0}}"
@@ -45,7 +46,7 @@ def _style() -> str:
         f"{c} svg text.on{{fill:var(--on)}}{c} .key{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}}"
         f"{c} .faint{{color:var(--faint)}}{fills}"
         f"{c} .grid{{stroke:var(--line);fill:none}}{c} .dashed{{stroke-dasharray:6 4}}"
-        f"{c} .heat{{fill:var(--s1)}}{lines}"
+        f"{c} .heat{{fill:var(--s1)}}{c} .strip{{white-space:pre-wrap;overflow-wrap:anywhere}}{lines}"
     )
 
 

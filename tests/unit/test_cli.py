@@ -225,6 +225,12 @@ def test_progress_waits_a_second_and_needs_a_terminal(monkeypatch: pytest.Monkey
     clock[0] = 1.5
     progress(1, 2, "packing")
     assert "packing [###############...............]  50 %" in terminal.getvalue()
+    clock[0] = 40.9  # 12 in the 40 s since the first call, 3 to go
+    progress(13, 16)
+    assert terminal.getvalue().rstrip().endswith("81 %, 0:10 left")
+    clock[0] = 50.0
+    progress(16, 16)
+    assert terminal.getvalue().rstrip().endswith("100 %")
     progress.close()
     assert terminal.getvalue().endswith(" \r")
     quiet = Terminal()

@@ -15,6 +15,9 @@ from pyengine.cli import _options
 from pyengine.cli.main import main
 from pyengine.errors import ComputeError, RequestError
 from pyengine.reports import compare as report
+from pyengine.reports import compare_models
+from pyengine.reports.compare_baseline import Options, Side
+from pyengine.reports.compare_models import compare_sides
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -54,6 +57,20 @@ def test_equal_logits_give_exactly_zero() -> None:
     assert (result.kld == 0).all()
     assert result.agreement.all()
     assert (result.nll_baseline == result.nll_quant).all()
+    assert (result.delta_p == 0).all()
+
+
+def test_the_likeliest_tokens_in_order() -> None:
+    logits = np.array([[1, 3, 3, 0, 2, 5, -4], [0, 0, 0, 0, 0, 0, 0]], np.float32)
+    result = report.compare_rows(logits, logits[:, ::-1].copy(), [0, 0])
+    ids, probability = result.top_baseline
+    assert ids[0].tolist() == [5, 1, 2, 4, 0]
+    assert probability[0] == pytest.approx(np.exp(log_softmax(logits))[0, ids[0]])
+    assert result.top_quant[0][0].tolist() == [1, 4, 5, 2, 6]
+    assert report.compare_rows(np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32), [0]).top_quant[0].shape == (
+        1,
+        2,
+    )
 
 
 def test_inputs_are_not_changed() -> None:
@@ -114,9 +131,13 @@ def test_whole_report_scores_the_second_half_of_each_window() -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 3
     baseline, quantized = FakeEngine(quant="bf16"), FakeEngine(quant="int8", noise=0.2)
     tokenizer = ByteTokenizer()
-    result = report.compare(baseline, quantized, tokenizer, source(text), tokens=64, window=16)
+    for engine in (baseline, quantized):
+        engine.tokenizer = tokenizer
+    sides = [Side(Path("fake"), engine.quant, None, lambda engine=engine: engine) for engine in (baseline, quantized)]
+    options = Options(tokens=64, window=16, layers=False, together=True)
+    result = compare_sides(*sides, source(text), options)
     assert [request["rows"] for request in baseline.requests] == [list(range(7, 15))] * 4
-    kld, nll_p, nll_q, same = [], [], [], []
+    kld, nll_p, nll_q, same, delta, best = [], [], [], [], [], []
     oracle_p, oracle_q = FakeEngine(), FakeEngine(noise=0.2)
     for begin in range(0, 64, 16):
         ids = list(text.encode())[begin : begin + 16]
@@ -127,6 +148,8 @@ def test_whole_report_scores_the_second_half_of_each_window() -> None:
             nll_p.append(-log_p[i - 1, ids[i]])
             nll_q.append(-log_q[i - 1, ids[i]])
             same.append(log_p[i - 1].argmax() == log_q[i - 1].argmax())
+            delta.append(np.exp(log_q[i - 1, ids[i]]) - np.exp(log_p[i - 1, ids[i]]))
+            best.append([np.argsort(-x[i - 1], kind="stable")[:5].tolist() for x in (log_p, log_q)])
     assert result.mean_kld == pytest.approx(np.mean(kld), rel=1e-4)
     assert result.median_kld == pytest.approx(np.median(kld), rel=1e-4)
     assert result.p99_kld == pytest.approx(np.percentile(kld, 99), rel=1e-4)
@@ -135,6 +158,16 @@ def test_whole_report_scores_the_second_half_of_each_window() -> None:
     assert result.ppl_baseline == pytest.approx(np.exp(np.mean(nll_p)), rel=1e-5)
     assert result.ppl_quant == pytest.approx(np.exp(np.mean(nll_q)), rel=1e-5)
     assert 0 < result.median_kld < result.p99_kld <= result.max_kld
+    assert result.mean_kld_stderr == pytest.approx(np.std(kld, ddof=1) / np.sqrt(32), rel=1e-4)
+    spread = np.std(nll_q, ddof=1) / np.sqrt(32)
+    assert result.ppl_quant_stderr == pytest.approx(np.exp(np.mean(nll_q)) * spread, rel=1e-4)
+    assert result.delta_p["mean"] == pytest.approx(np.mean(delta), abs=1e-7)
+    assert result.delta_p["rms"] == pytest.approx(np.sqrt(np.mean(np.square(delta))), rel=1e-4)
+    assert result.delta_p["p95"] == pytest.approx(np.percentile(delta, 95), abs=1e-6)
+    assert [p.token for p in result.positions] == [t for b in range(0, 64, 16) for t in text.encode()[b + 8 : b + 16]]
+    assert [p.kld for p in result.positions] == pytest.approx(kld, rel=1e-3, abs=1e-6)
+    assert [[[c.token for c in top] for top in (p.baseline, p.quant)] for p in result.positions] == best
+    assert [p.kld for p in result.worst] == sorted((p.kld for p in result.positions), reverse=True)[:20]
 
 
 def test_text_with_offset(tmp_path: Path) -> None:
@@ -178,7 +211,11 @@ KEYS = [
     "p99_kld",
     "max_kld",
 ]
-KEYS += ["top1_agreement", "ppl_baseline", "ppl_quant"]
+KEYS += ["top1_agreement", "ppl_baseline", "ppl_quant", "layers"]
+MORE_KEYS = {
+    *("model", "against", "group_size", "scored", "mean_kld_stderr", "ppl_baseline_stderr", "ppl_quant_stderr"),
+    *("delta_p", "layers_tokens", "hidden", "swap", "swap_tokens", "greedy", "loaded", "notes", "worst", "positions"),
+}
 
 
 @pytest.fixture
@@ -193,6 +230,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     monkeypatch.setattr(_options, "model_folder", lambda args, **_: tmp_path)
     monkeypatch.setattr(_options, "open_engine", open_engine)
+    monkeypatch.setattr(compare_models, "fit_together", lambda *_: True)
     return calls
 
 
@@ -200,13 +238,14 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 def command(tmp_path: Path) -> list[str]:
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 4, encoding="utf-8")
-    return ["compare", "--text", str(file), "--tokens", "64", "--window", "16"]
+    return ["compare", "--text", str(file), "--tokens", "64", "--window", "16", "--no-layers"]
 
 
 def test_json_keys(opened: list[Any], command: list[str], capsys: Any) -> None:
     assert main([*command, "--json", "--quant", "int4", "--int4-scheme", "symmetric", "--kv-dtype", "f32"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert list(record) == KEYS
+    assert set(record) == {*KEYS, *MORE_KEYS}
+    assert (record["layers"], record["swap"], record["greedy"]) == ([], None, None)
     assert set(record["text"]) == {"name", "sha256", "bytes"}
     assert (record["baseline"], record["quant"], record["tokens"], record["window"]) == ("bf16", "int4", 64, 16)
     assert [args.quant for args in opened] == ["none", "int4"]

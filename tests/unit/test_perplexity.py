@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -17,6 +18,8 @@ import pyengine
 from pyengine.cli.main import main
 from pyengine.errors import ComputeError, RequestError
 from pyengine.reports import compare
+from pyengine.reports.compare_baseline import Options, Side
+from pyengine.reports.compare_models import compare_sides
 from pyengine.reports.perplexity import perplexity
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -77,7 +80,9 @@ def test_the_engines_number_is_compares_to_the_bit(tmp_path: Path) -> None:
         pyengine.load(folder, quant="f32", threads=1, cache=False) as stored,
         pyengine.load(folder, quant="int4", threads=1, cache=False) as packed,
     ):
-        both = compare.compare(stored, packed, ByteTokenizer(), source(), **sizes)
+        stored.tokenizer = packed.tokenizer = ByteTokenizer()
+        sides = [Side(folder, e.quant, None, lambda e=e: contextlib.nullcontext(e)) for e in (stored, packed)]
+        both = compare_sides(*sides, source(), Options(**sizes, layers=False, together=True))
         assert perplexity(stored, ByteTokenizer(), source(), **sizes).ppl == both.ppl_baseline
         assert perplexity(packed, ByteTokenizer(), source(), **sizes).ppl == both.ppl_quant
         assert both.ppl_baseline != both.ppl_quant
