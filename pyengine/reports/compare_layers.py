@@ -18,22 +18,13 @@ import numpy.typing as npt
 from pyengine import kernels
 from pyengine._core import Backend, Format
 from pyengine.balance import key_factors
-from pyengine.checkpoint import Checkpoint
-from pyengine.families import expected_tensors
+from pyengine.checkpoint import Checkpoint, as_float32
+from pyengine.pack_layer import LayerWeights, QkvLayout, pack_layer, read_layer
+from pyengine.packer import PANEL, Packer, TensorDesc, padded
 from pyengine.quantize import PackedFormat, Quantization
 from pyengine.reports.compare_ops import Module, tensor_names
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec
-from pyengine.weights import (
-    PANEL,
-    LayerWeights,
-    Packer,
-    QkvLayout,
-    TensorDesc,
-    as_float32,
-    pack_layer,
-    padded,
-    read_layer,
-)
+from pyengine.tensors import CanonicalTensors
 
 if TYPE_CHECKING:
     from pyengine.engine import Engine
@@ -123,8 +114,9 @@ class StoredLayers:
         if layer != self.layer or self.current is None:
             backend, spec = Backend(self.engine.threads, self.engine.isa), self.engine.spec
             with Checkpoint.open(self.engine.folder) as checkpoint:
-                packer = Packer(backend, checkpoint)
-                raw = read_layer(checkpoint, spec.layers[layer], expected_tensors(spec))
+                source = CanonicalTensors(checkpoint, spec)
+                packer = Packer(backend, source)
+                raw = read_layer(source, spec.layers[layer])
                 weights = pack_layer(packer, spec.layers[layer], raw, self.quantization.layers, {})
             self.layer, self.current = layer, LayerTensors(backend, weights, packer.made)
         return self.current
@@ -136,7 +128,8 @@ def balance_factors(engine: Engine, layer: LayerSpec, name: str, rows: int) -> F
     if engine.kv_dtype != "int8" or name != "qkv" or not isinstance(a, AttentionSpec) or not a.qkv_bias or a.qk_norm:
         return None
     with Checkpoint.open(engine.folder) as checkpoint:
-        bias = as_float32(checkpoint.read(f"model.layers.{layer.index}.self_attn.k_proj.bias"))
+        source = CanonicalTensors(checkpoint, engine.spec)
+        bias = as_float32(source.read(f"model.layers.{layer.index}.self_attn.k_proj.bias"))
     factors = key_factors(a, bias)
     out = np.ones(rows, np.float32)
     out[: a.num_heads * a.head_dim] = np.repeat(factors, a.num_heads // a.num_kv_heads, axis=0).reshape(-1)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pyengine._core import OpKind, Program
 from pyengine.decoder import BuiltProgram, Hooks, Op
-from pyengine.weights import NONE, LayerWeights
+from pyengine.pack_layer import NONE, LayerWeights
 
 if TYPE_CHECKING:
     from pyengine.engine import Engine
@@ -74,7 +74,7 @@ def float_input(plain: BuiltProgram, index: int) -> tuple[int, int]:
 
 
 def program_of(
-    engine: Engine, plain: BuiltProgram, ops: list[Op], buffers: list[tuple[bool, int]],
+    engine: Engine, plain: BuiltProgram, ops: list[Op], buffers: list[tuple[bool, int, int]],
     taps: tuple[tuple[int, str], ...] = (), widths: list[int] | None = None,
 ) -> BuiltProgram:  # fmt: skip
     limits = plain.max_batch_tokens, plain.max_sequences
@@ -167,7 +167,7 @@ class Swap:
                 quantize = {"kind": int(OpKind.QUANTIZE), "stage": op["stage"], "layer": module.layer}
                 ops.insert(module.op, {**quantize, "input": op["input"], "output": len(buffers)})
                 op["input"] = len(buffers)
-                buffers.append((True, module.width))
+                buffers.append((True, module.width, 1))
         try:
             program = program_of(self.baseline, self.plain, ops, buffers)
             return self.baseline.logits(ids, rows=rows, program=program)

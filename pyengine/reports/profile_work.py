@@ -78,7 +78,7 @@ class Model:
         """Of one token's row of the embedding."""
         for part in self.parts:
             if part.role == "tied":
-                return part.matrix_bytes(self.quantization) / part.rows
+                return part.matrix_bytes(self.quantization, self.anatomy.bf16) / part.rows
             if part.group == "embedding" and part.role == "table":
                 return part.cols * (2.0 if self.anatomy.stored == "bfloat16" else 4.0)
         return 0.0
