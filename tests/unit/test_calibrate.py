@@ -24,9 +24,10 @@ VOCAB = 258
 IDS = np.random.default_rng(0).integers(0, VOCAB, 90).tolist()
 
 
-@pytest.mark.parametrize("case", ["qwen2_window", "qwen3", "llama_head_dim"])
+@pytest.mark.parametrize("case", ["qwen2_window", "qwen3", "llama_head_dim", "olmo2", "gemma2", "gpt2"])
 def test_importance_is_the_references_mean_square(tmp_path: Path, case: str) -> None:
-    config = {**CONFIGS[case], "vocab_size": VOCAB, "max_position_embeddings": 512}
+    longest = "n_positions" if case == "gpt2" else "max_position_embeddings"
+    config = {**CONFIGS[case], "vocab_size": VOCAB, longest: 512}
     write_tiny_model(tmp_path, config, seed=5)
     reference = load_reference(tmp_path)
     taps: dict[str, list[np.ndarray]] = {}
@@ -42,10 +43,9 @@ def test_importance_is_the_references_mean_square(tmp_path: Path, case: str) -> 
                 expected = mean_square(taps[tap][layer.index])
                 assert_close(seen[matrix], expected, 1e-4 * float(expected.max()), f"{matrix} of layer {layer.index}")
         head = observe.head_importance()
-    x = taps["hidden"][-1].astype(np.float64)
-    norm = tiny_tensors(config, seed=5)["model.norm.weight"]
-    x = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + config["rms_norm_eps"]) * norm
-    expected = mean_square(x.astype(np.float32))
+    x = taps["hidden"][-1]
+    x = reference.norm(x, "model.norm")
+    expected = mean_square(x)
     assert_close(head, expected, 1e-4 * float(expected.max()), "head")
 
 
