@@ -29,8 +29,8 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.demo import CONTROL_TOKEN, LAYER_TENSORS, TENSORS, to_bf16
 from pyengine.errors import PyEngineError, ResourceError, UnsupportedModelError
-from pyengine.families import check_tensors, expected_tensors
 from pyengine.spec import ModelSpec
+from pyengine.tensors import check_tensors, expected_tensors
 from pyengine.tokenizer import Tokenizer
 from pyengine.tokenizer_file import read_tokenizer
 
@@ -102,7 +102,7 @@ def add_sizes(writer: gguf.GGUFWriter, spec: ModelSpec, name: str) -> None:
     writer.add_head_count_kv(attention.num_kv_heads)
     writer.add_key_length(attention.head_dim)
     writer.add_value_length(attention.head_dim)
-    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(spec.norm.eps)
     writer.add_rope_freq_base(attention.rope.theta)
     writer.add_rope_dimension_count(attention.head_dim)
     writer.add_vocab_size(spec.vocab_size)

@@ -41,8 +41,8 @@ from pyengine.cli.bench import machine_lines, number, table
 from pyengine.config import load_model_spec
 from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.errors import PyEngineError
-from pyengine.families import expected_tensors
 from pyengine.reports import machine
+from pyengine.tensors import expected_tensors
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 PHASES = ("prompt", "decode")
