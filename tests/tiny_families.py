@@ -20,10 +20,11 @@ NORMS = {
 PLUS_ONE = ("gemma2", "gemma3_text")  # what is stored is the norm's weight less 1
 QK_NORM = {"olmo2": "whole", "olmo3": "whole", "gemma3_text": "head"}
 TIED = ("gemma2", "gemma3_text")  # where the config does not say
+FUSED = {"glm4": ("gate_up_proj",)}  # matrices that hold the rows of several; of "qkv_proj" and "gate_up_proj"
 
 
 def decoder(config: Config, rng: np.random.Generator) -> Tensors:
-    """Olmo 2 and 3, Gemma 2 and 3, GLM-4: `model.layers.<n>.` with norms of their own."""
+    """Olmo 2 and 3, Gemma 2 and 3, GLM-4: `model.layers.<n>.` with norms of their own, fused matrices or not."""
     kind, hidden, inter = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
     kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim") or hidden // heads
@@ -39,21 +40,25 @@ def decoder(config: Config, rng: np.random.Generator) -> Tensors:
         low, high = (-0.5, 0.5) if kind in PLUS_ONE else (0.5, 1.5)
         tensors[name + ".weight"] = rng.uniform(low, high, size).astype(np.float32)
 
+    def rows_of(module: str, fused: str, sizes: dict[str, int], bias: bool = False) -> None:
+        """One matrix `fused`, where the family has it, or one of each name and number of rows in `sizes`."""
+        stored = {fused: sum(sizes.values())} if fused in FUSED.get(kind, ()) else sizes
+        for name, rows in stored.items():
+            linear(f"{module}.{name}", rows, hidden, bias)
+
     tensors["model.embed_tokens.weight"] = rng.standard_normal((config["vocab_size"], hidden)).astype(np.float32)
+    q, kv = heads * head_dim, kv_heads * head_dim
     for layer in range(config["num_hidden_layers"]):
         p = f"model.layers.{layer}."
         for name in NORMS[kind]:
             norm(p + name, hidden)
-        linear(p + "self_attn.q_proj", heads * head_dim, hidden, bias)
-        linear(p + "self_attn.k_proj", kv_heads * head_dim, hidden, bias)
-        linear(p + "self_attn.v_proj", kv_heads * head_dim, hidden, bias)
-        linear(p + "self_attn.o_proj", hidden, heads * head_dim, bias and kind != "glm4")
+        rows_of(p + "self_attn", "qkv_proj", {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias)
+        linear(p + "self_attn.o_proj", hidden, q, bias and kind != "glm4")
         if kind in QK_NORM:
             whole = QK_NORM[kind] == "whole"
-            norm(p + "self_attn.q_norm", heads * head_dim if whole else head_dim)
-            norm(p + "self_attn.k_norm", kv_heads * head_dim if whole else head_dim)
-        for name in ("gate_up_proj",) if kind == "glm4" else ("gate_proj", "up_proj"):
-            linear(p + "mlp." + name, 2 * inter if kind == "glm4" else inter, hidden)
+            norm(p + "self_attn.q_norm", q if whole else head_dim)
+            norm(p + "self_attn.k_norm", kv if whole else head_dim)
+        rows_of(p + "mlp", "gate_up_proj", {"gate_proj": inter, "up_proj": inter})
         linear(p + "mlp.down_proj", hidden, inter)
     norm("model.norm", hidden)
     if not config.get("tie_word_embeddings", kind in TIED):

@@ -1,6 +1,7 @@
 """Make tests/golden/tiny_<case>.npz: logits and states of tiny random models, as transformers computes them.
 
     python tools/goldens/make.py [CASE ...]
+    python tools/goldens/make.py --walk      (tests/golden/walk_<case>.npz, of the family in docs/adding_a_model.md)
 
 Needs torch and transformers; run from anywhere. A golden stores the config, the seed, the sha256 of the weights file
 (the weights themselves are made again from the seed by tests/builders.py), the token ids, the float32 logits of 40
@@ -24,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 from golden import golden_cases as cases  # noqa: E402
-from golden import live  # noqa: E402
+from golden import live, walk  # noqa: E402
 
 SEED = 0
 
@@ -51,7 +52,15 @@ def make(name: str, out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(cases.CONFIGS)}; default all")
-    names = parser.parse_args().cases or list(cases.CONFIGS)
+    parser.add_argument("--walk", action="store_true", help="the case that docs/adding_a_model.md adds, alone")
+    given = parser.parse_args()
+    if given.walk:
+        if given.cases:
+            parser.error("--walk makes one golden; expected no case beside it")
+        with walk.applied():
+            make(walk.CASE, walk.GOLDEN)
+        return 0
+    names = given.cases or list(cases.CONFIGS)
     unknown = sorted(set(names) - set(cases.CONFIGS))
     if unknown:
         parser.error(f"unknown case {', '.join(unknown)}")
