@@ -85,6 +85,11 @@ class Bench:
         self.rows.append(rows)
         return len(self.buffers) - 1
 
+    @property
+    def descs(self) -> list[tuple[bool, int, int]]:
+        """The buffers as a Program takes them."""
+        return [(*buffer, rows) for buffer, rows in zip(self.buffers, self.rows, strict=True)]
+
     def op(self, kind: OpKind, **fields: Any) -> None:
         self.ops.append({"kind": int(kind), "stage": int(Stage.FFN), **fields})
 
@@ -103,8 +108,7 @@ class Bench:
         ops = fuse(self.ops) if fused else list(self.ops)
         if output is not None:
             ops.append({"kind": int(OpKind.TAP), "stage": int(Stage.FFN), "input": output, "head_dim": 0})
-        buffers = [(*buffer, rows) for buffer, rows in zip(self.buffers, self.rows, strict=True)]
-        return Program(self.backend, ops, buffers, max_tokens, max_tokens, False)
+        return Program(self.backend, ops, self.descs, max_tokens, max_tokens, False)
 
     def show(
         self, program: Program, hidden: Float32, width: int, start: int = 0, table: Int32 | None = None

@@ -28,11 +28,11 @@ Progress = Callable[[int, int, str], None]
 class Row:
     """A row of `bench --kernels --json`. m tokens; n, k: the matrix (ffn: hidden, FFN size; attention: columns, keys).
 
-    gb_per_s counts `weight_bytes` (weights, or keys and values), of rms_norm and quantize `activation_bytes`. fraction
-    is the larger of bytes over the read limit and operations over the rate of `bound` (machine.Fraction, which has
-    rounds_used and steady too); None where activations in the cache are all there is. ratio_to_ffn is the median of the
-    rounds' times over those of `ffn` on the same weights. Times and what follows from them are None if the op would
-    take too long.
+    gb_per_s counts `weight_bytes` (weights, of experts those that are chosen, or keys and values), of rms_norm and
+    quantize `activation_bytes`. fraction is the larger of bytes over the read limit and operations over the rate of
+    `bound` (machine.Fraction, which has rounds_used and steady too); None where activations in the cache are all there
+    is. ratio_to_ffn is the median of the rounds' times over those of `ffn` on the same weights. Times and what follows
+    from them are None if the op would take too long.
     """
 
     model: str
@@ -80,7 +80,7 @@ def conclude(row: Row, job: Job, timed: list[Timed], base: list[Timed] | None) -
 def check_memory(group: list[Job], kv_dtype: str) -> None:
     """ResourceError before matrices that do not fit are made."""
     job = group[0]
-    weights = (3 if job.op in FFN else 1) * job.n * job.k
+    weights = {"moe": 3 * job.shape.experts}.get(job.op, 3 if job.op in FFN else 1) * job.n * job.k
     wanted = 2 * weights * bits(WEIGHTS[job.weights]) / 8 if job.weights is not None else 0.0
     if job.op == "attention":
         wanted = 4 * job.shape.kv_heads * padded(job.shape.head_dim) * job.k * KV_BYTES[kv_dtype]
@@ -175,7 +175,7 @@ def time_jobs(
         for timer in timers:
             row = replace(
                 empty_row(timer.job, isa),
-                weight_bytes=bed.weight_bytes,
+                weight_bytes=timer.weight_bytes,
                 activation_bytes=bed.traffic(laid[timer.job.op][0], m),
                 barriers=timer.barriers,
             )

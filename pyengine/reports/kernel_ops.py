@@ -19,14 +19,15 @@ import numpy.typing as npt
 
 from pyengine import kernels
 from pyengine._core import KV_BLOCK, Activation, Format, KvDtype, OpKind, Program, Stage
+from pyengine.decoder import router_fields
 from pyengine.errors import RequestError
 from pyengine.fuse import fuse
 from pyengine.packer import padded
 from pyengine.quantize import PackedFormat, choose
-from pyengine.spec import ModelSpec, MoESpec
+from pyengine.spec import MLASpec, ModelSpec, MoESpec, RouterSpec
 
 FFN = ("ffn", "ffn_unfused", "ffn_naive")  # ops on the same weights
-OPS = ("linear", *FFN, "lm_head", "attention", "rms_norm", "quantize")
+OPS = ("linear", *FFN, "moe", "lm_head", "attention", "rms_norm", "quantize")
 WEIGHTS = {
     **{name: choose(name).layers for name in ("f32", "bf16", "int8")},
     **{f"int4-{group}": choose("int4", group).layers for group in (32, 64, 128)},
@@ -39,7 +40,9 @@ RUN_BYTES = 64 << 20
 KV_BYTES = {"f32": 4, "bf16": 2, "int8": 1}  # of a number in the KV cache, its scale left out
 SMALL_COPIES = 64  # of an op without weights
 BLOCK_ROWS = 1024  # random rows that a matrix repeats
-RESIDUAL = (OpKind.ADD, OpKind.LINEAR_RESIDUAL, OpKind.GATED_FFN_RESIDUAL)  # ops that read their output, too
+# ops that read their output, too
+RESIDUAL = (OpKind.ADD, OpKind.LINEAR_RESIDUAL, OpKind.GATED_FFN_RESIDUAL, OpKind.MOE_FFN_RESIDUAL)
+OWN_TOKENS = 2  # of the core: up to there a router has no barrier inside
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,38 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    experts: int = 0  # of a layer; 0: none
+    top_k: int = 0
+    expert: int = 0  # columns of one's hidden values
+    latent: bool = False  # latent attention: no row of [q | k | v], none of attention
+    alone: bool = False  # the experts alone are measured
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec) -> Shape:
-        """Of a model's first layer."""
+        """Of a model's first layer, and of the first with experts."""
         a, ffn = spec.layers[0].attention, spec.layers[0].ffn
         ffn = ffn.expert if isinstance(ffn, MoESpec) else ffn
+        moe = next((layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoESpec)), None)
         return cls(
-            name, spec.hidden_size, ffn.intermediate_size, a.num_heads, a.num_kv_heads, a.head_dim, spec.vocab_size
+            name,
+            spec.hidden_size,
+            ffn.intermediate_size,
+            a.num_heads,
+            a.num_kv_heads,
+            a.head_dim,
+            spec.vocab_size,
+            moe.router.num_experts if moe else 0,
+            moe.router.top_k if moe else 0,
+            moe.expert.intermediate_size if moe else 0,
+            isinstance(a, MLASpec),
         )
 
 
 SHAPES = (
     Shape("Qwen2.5-1.5B", 1536, 8960, 12, 2, 128, 151936),
     Shape("Llama-3.1-8B", 4096, 14336, 32, 8, 128, 128256),
+    Shape("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, 151936, 128, 8, 768, alone=True),
+    Shape("Mixtral-8x7B", 4096, 14336, 32, 8, 128, 32000, 8, 2, 14336, alone=True),
 )
 
 
@@ -92,6 +113,8 @@ class Job:
             seen = self.m * self.k - self.m * (self.m - 1) // 2
             return 4 * self.n * seen
         matrices = 3 if self.op in FFN else int(self.op in ("linear", "lm_head"))
+        if self.op == "moe":
+            matrices = 3 * self.shape.top_k
         return 2 * self.m * matrices * self.n * self.k
 
     @property
@@ -122,9 +145,12 @@ def jobs(
         if op in together[1:]:
             continue
         s = shape
+        if (op == "moe" and not s.experts) or (op != "moe" and s.alone) or (op == "attention" and s.latent):
+            continue
         qkv = (padded(s.heads * s.head_dim) + padded(s.kv_heads * s.head_dim) + s.kv_heads * s.head_dim, s.hidden)
         sizes = {
-            "linear": [qkv, (s.hidden, s.ffn)],
+            "linear": [*([] if s.latent else [qkv]), (s.hidden, s.ffn)],
+            "moe": [(s.hidden, s.expert)],
             "lm_head": [(s.vocab, s.hidden)],
             "attention": [(s.heads * s.head_dim, context) for context in contexts],
             "rms_norm": [(s.hidden, s.hidden)],
@@ -179,11 +205,24 @@ class Bed:
         self.weight_bytes += backend.tensor_size(first) - 64
         return made
 
+    def stack(self, fmt: PackedFormat, rows: int, cols: int, count: int) -> int:
+        """A tensor of `count` equal packed matrices, one behind the other, each from a panel border."""
+        backend, before = self.b.backend, self.weight_bytes
+        (one,) = self.copies(fmt, rows, cols, 1)
+        made = backend.tensor_create(int(fmt.format), count * padded(rows), cols, fmt.group)
+        header = 64
+        raw = backend.tensor_bytes(made)
+        raw[header:].reshape(count, -1)[:] = backend.tensor_bytes(one)[header:]
+        backend.tensor_write(made, raw)
+        backend.tensor_free(one)
+        self.weight_bytes = before + len(raw) - header
+        return made
+
     def traffic(self, ops: Ops, m: int) -> int:
         """Bytes of buffers that the ops write and read with m tokens, each once."""
         total = 0
         for op in ops:
-            for name, times in (("input", 1), ("output", 1), ("scratch", 2)):
+            for name, times in (("input", 1), ("output", 1), ("scratch", 2), ("rows", 2 if m > 1 else 0)):
                 if op.get(name, -1) >= 0:
                     twice = name == "output" and op["kind"] in map(int, RESIDUAL)
                     total += m * self.row_bytes(op[name]) * (2 if twice else times)
@@ -191,7 +230,7 @@ class Bed:
 
     def row_bytes(self, buffer: int) -> int:
         quantized, width = self.b.buffers[buffer]
-        return width + 33 * -(-width // 64) if quantized else 4 * width
+        return self.b.rows[buffer] * (width + 33 * -(-width // 64) if quantized else 4 * width)
 
 
 class Timer:
@@ -201,7 +240,7 @@ class Timer:
         self.bed, self.job, self.copies, self.runs = bed, job, len(copies), 0
         self.before = len(bed.b.ops)
         ops = [*bed.b.ops, *itertools.chain.from_iterable(copies)]
-        self.program = Program(bed.b.backend, ops, bed.b.buffers, job.m, job.m, True)
+        self.program = Program(bed.b.backend, ops, bed.b.descs, job.m, job.m, True)
 
     def seconds(self) -> float:
         """Of one copy, in a run of all with everything out of the caches."""
@@ -220,7 +259,15 @@ class Timer:
     @property
     def barriers(self) -> float:
         """Of one copy."""
-        return (self.program.info()["barriers"] / self.runs - self.before) / self.copies
+        before = self.before + int(self.job.op == "moe" and self.job.m > OWN_TOKENS)
+        return (self.program.info()["barriers"] / self.runs - before) / self.copies
+
+    @property
+    def weight_bytes(self) -> int:
+        """What one copy reads: of experts, those that a token is sent to."""
+        if self.job.op != "moe":
+            return self.bed.weight_bytes
+        return self.bed.weight_bytes * int(np.count_nonzero(self.program.routing())) // self.job.shape.experts
 
 
 def copies_of(job: Job, bytes_each: float) -> int:
@@ -280,6 +327,31 @@ def lay_ffn(bed: Bed, job: Job, fmt: PackedFormat, naive: bool) -> dict[str, lis
     return laid
 
 
+def lay_moe(bed: Bed, job: Job, fmt: PackedFormat) -> list[Ops]:
+    """All experts of a layer, behind a router that is not timed: one copy, of which a run reads what is chosen."""
+    s, b = job.shape, bed.b
+    source, experts = bed.source(job.n), s.experts
+    router = np.random.default_rng(3).standard_normal((experts, job.n), np.float32) / math.sqrt(job.n)
+    routing, scores = b.buffer(2 * s.top_k), b.buffer(experts)
+    fields = router_fields(RouterSpec(experts, s.top_k, normalise=True))
+    weight = b.tensor(PackedFormat(Format.F32), experts, [(router, 0, 1)])
+    b.op(OpKind.ROUTER, input=source, output=routing, scratch=scores, weight=weight, **fields)
+    x, out, branch = b.quantized(source, fmt), b.buffer(job.n), b.buffer(job.n)
+    act, rows = b.buffer(job.k, rows=s.top_k), b.buffer(job.n, rows=s.top_k)
+    rounded = b.buffer(job.k, quantized=True, rows=s.top_k) if fmt.is_integer else act
+    gate_up = bed.stack(fmt, 2 * padded(job.k), job.n, experts)
+    down = bed.stack(fmt, job.n, job.k, experts)
+    common = {"experts": experts, "top_k": s.top_k, "routing": routing, "rows": rows}
+    silu = int(Activation.SILU)
+    ops = [
+        op_of(OpKind.MOE_GATE_UP, input=x, output=act, weight=gate_up, activation=silu, **common),
+        *([op_of(OpKind.QUANTIZE, input=act, output=rounded)] if fmt.is_integer else []),
+        op_of(OpKind.MOE_DOWN, input=rounded, output=branch, weight2=down, **common),
+        op_of(OpKind.ADD, input=branch, output=out),
+    ]
+    return [fuse(ops)]
+
+
 def lay_lm_head(bed: Bed, job: Job, fmt: PackedFormat) -> list[Ops]:
     x, norm = bed.source(job.k), bed.b.vector(np.ones(job.k, np.float32))
     (weight,) = bed.copies(fmt, job.n, job.k, 1)
@@ -329,5 +401,5 @@ def lay(bed: Bed, group: list[Job], kv_dtype: str) -> dict[str, list[Ops]]:
         return {job.op: lay_attention(bed, job, kv_dtype)}
     if job.weights is None:
         return {job.op: lay_rows(bed, job)}
-    layers = {"linear": lay_linear, "lm_head": lay_lm_head}
+    layers = {"linear": lay_linear, "lm_head": lay_lm_head, "moe": lay_moe}
     return {job.op: layers[job.op](bed, job, WEIGHTS[job.weights])}

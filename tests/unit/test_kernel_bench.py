@@ -15,6 +15,7 @@ from kernel_cases import BEST, EPS, ISAS, normal, unpack
 
 from pyengine import _core, kernels
 from pyengine.cli.main import main
+from pyengine.config import load_model_spec
 from pyengine.errors import RequestError, ResourceError
 from pyengine.packer import padded
 from pyengine.reports import kernel_bench as kb
@@ -22,7 +23,7 @@ from pyengine.reports import kernel_ops as ko
 from pyengine.reports import machine
 from pyengine.reports.machine import Limits, Timed
 
-TINY = ko.Shape("tiny", 64, 172, 4, 2, 16, 97)
+TINY = ko.Shape("tiny", 64, 172, 4, 2, 16, 97, 6, 2, 44)
 LIMITS = Limits(40.0, 900.0, 200.0)
 ROW_KEYS = {"op", "isa", "weights", "m", "n", "k", "gb_per_s", "gops", "fraction"}
 
@@ -88,8 +89,11 @@ def test_unknown_rows_are_refused(change: dict[str, Any], says: str) -> None:
         wanted(**{**good, **change})
 
 
-def test_the_default_shapes_are_two_known_models() -> None:
-    assert [(s.hidden, s.ffn, s.heads, s.kv_heads) for s in ko.SHAPES] == [(1536, 8960, 12, 2), (4096, 14336, 32, 8)]
+def test_the_default_shapes_are_known_models() -> None:
+    dense, routed = ko.SHAPES[:2], ko.SHAPES[2:]
+    assert [(s.hidden, s.ffn, s.heads, s.kv_heads) for s in dense] == [(1536, 8960, 12, 2), (4096, 14336, 32, 8)]
+    assert [(s.hidden, s.expert, s.experts, s.top_k) for s in routed] == [(2048, 768, 128, 8), (4096, 14336, 8, 2)]
+    assert [s.alone for s in ko.SHAPES] == [False, False, True, True]
     assert set(ko.DEFAULT_WEIGHTS) == {
         *("bf16", "int8", "int4-32", "int4-64", "int4-128"),
         *("int4-sym-32", "int4-sym-64", "int4-sym-128"),
@@ -174,10 +178,42 @@ def test_every_op_runs_on_every_isa(isa: str) -> None:
         assert row.microseconds > 0
         assert (row.fraction is None) == (row.op in ("rms_norm", "quantize"))
         apart = 5 - (row.weights == "bf16")
-        expected = {"ffn": 2, "ffn_unfused": apart, "ffn_naive": 6, "lm_head": 1 + (row.m > 2)}
+        expected = {
+            "ffn": 2,
+            "ffn_unfused": apart,
+            "ffn_naive": 6,
+            "lm_head": 1 + (row.m > 2),
+            "moe": 2 if row.m == 1 else 4,
+        }
         assert row.barriers == expected.get(row.op, 1)
         assert (row.ratio_to_ffn is None) == (row.op not in ("ffn_unfused", "ffn_naive"))
         assert row.to_json().keys() >= ROW_KEYS
+
+
+def test_experts_that_are_chosen_count() -> None:
+    made = rows(["moe"], ["int8", "bf16"], [1, 40])
+    for row in made:
+        each = packed_bytes(row.weights or "", 2 * 48, 64) + packed_bytes(row.weights or "", 64, 44)
+        assert row.weight_bytes == (2 if row.m == 1 else 6) * each  # 40 tokens choose all six
+        assert (row.n, row.k) == (64, 44)
+    (job,) = wanted(["moe"], ["int4-32"], [1], [1])
+    assert job.operations == 2 * 2 * 3 * 64 * 44
+    bed = ko.Bed(1, BEST, 1)
+    ((op,),) = ko.lay(bed, [job], "bf16")["moe"]
+    for key, count in (("weight", 6), ("weight2", 6)):
+        experts = bed.b.backend.tensor_dequantize(op[key]).reshape(count, -1)
+        assert experts[0].any()
+        for other in experts[1:]:
+            assert_same_bits(other, experts[0], "another expert")
+    assert not list(ko.jobs((ko.SHAPES[0],), ["moe"], ["int8"], [1], [1]))
+    assert {job.op for job in ko.jobs(ko.SHAPES[2:], list(ko.OPS), ["int8"], [1], [1])} == {"moe"}
+
+
+def test_the_shape_of_a_model_with_experts_and_latent_attention(tmp_path: Path) -> None:
+    shape = ko.Shape.of("x", load_model_spec(write_tiny_model(tmp_path, CONFIGS["deepseek_v3_experts"])))
+    assert (shape.ffn, shape.experts, shape.top_k, shape.expert, shape.latent) == (172, 8, 3, 48, True)
+    made = list(ko.jobs((shape,), ["linear", "attention", "moe"], ["int8"], [1], [8]))
+    assert [(job.op, job.n, job.k) for job in made] == [("linear", 64, 172), ("moe", 64, 48)]
 
 
 def test_attention_reads_its_context_and_decode_past_a_partition_has_one_barrier_more() -> None:

@@ -5,8 +5,9 @@
 
 FOLDER, which must be empty or not there, gets config.json, shards of at most 2 GB (a larger tensor has its own), their
 index and a byte-level tokenizer (not for vocabularies below 256: such a model takes token ids). Shapes are those that
-pyengine expects of the config's family. Matrices are normal with the config's initializer_range (0.02) as standard
-deviation, norms 1, biases 0, as an untrained model has them: its text means nothing, its speed and memory are real.
+pyengine expects of the config's family, under the names of its files; experts stand apart.
+Matrices are normal with the config's initializer_range (0.02) as standard deviation, norms 1 (0 where 1 + weight
+multiplies), biases 0, as an untrained model has them: its text means nothing, its speed and memory are real.
 Memory stays the same whatever the size. The same seed gives the same bytes.
 """
 
@@ -30,7 +31,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pyengine.config import load_model_spec
 from pyengine.errors import PyEngineError
-from pyengine.tensors import expected_tensors
+from pyengine.families import FAMILIES
+from pyengine.spec import ModelSpec
+from pyengine.tensors import NamesOnDisk, expected_tensors
 
 SHARD_BYTES = 2_000_000_000
 CHUNK_VALUES = 1 << 22  # drawn at a time
@@ -119,7 +122,18 @@ def normal_table(rng: np.random.Generator, deviation: float) -> Bits:
     return ((values + 0x7FFF + ((values >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def source(rng: np.random.Generator, deviation: float) -> Callable[[str, tuple[int, ...]], Iterator[Bits]]:
+def on_disk(spec: ModelSpec) -> tuple[Shapes, set[str]]:
+    """Shapes by the names that the family's files have, experts apart, and the vectors that are 1."""
+    expected = expected_tensors(spec)
+    sources = NamesOnDisk(FAMILIES[spec.architecture].names, {}).sources(expected)
+    shapes = {source.name: source.shape for source in sources.values()}  # parts of a fused tensor give it once
+    ones = {source.name for name, source in sources.items() if name.endswith("norm.weight")}
+    return shapes, set() if spec.norm.plus_one else ones
+
+
+def source(
+    rng: np.random.Generator, deviation: float, ones: set[str]
+) -> Callable[[str, tuple[int, ...]], Iterator[Bits]]:
     """Draws a tensor's values by its name and shape, CHUNK_VALUES at a time."""
     table = normal_table(rng, deviation)
 
@@ -129,7 +143,7 @@ def source(rng: np.random.Generator, deviation: float) -> Callable[[str, tuple[i
             if len(shape) > 1:
                 yield table[rng.bit_generator.random_raw(-(-count // 4)).view(np.uint16)[:count]]
             else:
-                yield np.full(count, ONE if name.endswith("norm.weight") else 0, np.uint16)
+                yield np.full(count, ONE if name in ones else 0, np.uint16)
 
     return draw
 
@@ -177,7 +191,7 @@ def write(folder: Path, config: dict[str, Any], seed: int) -> int:
     with tempfile.TemporaryDirectory() as scratch:  # nothing is left of a config that is refused
         (Path(scratch) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         spec = load_model_spec(Path(scratch))
-    shapes = expected_tensors(spec)
+    shapes, ones = on_disk(spec)
     total = sum(2 * prod(shape) for shape in shapes.values())
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -188,7 +202,7 @@ def write(folder: Path, config: dict[str, Any], seed: int) -> int:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if spec.vocab_size >= 256:
         write_tokenizer(folder)
-    draw = source(np.random.Generator(np.random.SFC64(seed)), float(config.get("initializer_range", 0.02)))
+    draw = source(np.random.Generator(np.random.SFC64(seed)), float(config.get("initializer_range", 0.02)), ones)
     files = shards(shapes)
     where: dict[str, str] = {}
     for i, part in enumerate(files, 1):
