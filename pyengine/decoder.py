@@ -270,7 +270,7 @@ class BuiltProgram:
     tap_widths: list[int]
     max_batch_tokens: int
     max_sequences: int
-    buffers: list[tuple[bool, int, int]] = field(default_factory=list)  # (quantized, width, rows) by id
+    buffers: list[tuple[bool, int, int]] = field(default_factory=list)  # (quantized, width, rows of a token) by id
 
 
 def taps_of(layer: LayerSpec) -> tuple[str, ...]:

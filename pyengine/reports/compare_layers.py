@@ -71,6 +71,8 @@ def parts_of(layer: LayerSpec, name: str, rows: int) -> dict[str, Rows]:
         return {"q_proj": np.arange(a.num_heads * a.head_dim), "k_proj": layout.k + kv, "v_proj": layout.v + kv}
     if name == "gate_up" and isinstance(f, FFNSpec):
         row = np.arange(f.intermediate_size)
+        if not f.gated:
+            return {"up_proj": row}
         gate = row // PANEL * 2 * PANEL + row % PANEL
         return {"gate_proj": gate, "up_proj": gate + PANEL}
     return {{"o": "o_proj", "down": "down_proj"}.get(name, name): np.arange(rows)}
@@ -115,9 +117,8 @@ class StoredLayers:
             backend, spec = Backend(self.engine.threads, self.engine.isa), self.engine.spec
             with Checkpoint.open(self.engine.folder) as checkpoint:
                 source = CanonicalTensors(checkpoint, spec)
-                packer = Packer(backend, source)
-                raw = read_layer(source, spec.layers[layer])
-                weights = pack_layer(packer, spec.layers[layer], raw, self.quantization.layers, {})
+                packer, raw = Packer(backend, source), read_layer(source, spec.layers[layer])
+                weights = pack_layer(packer, spec.layers[layer], raw, self.quantization.layers, {}, experts=False)
             self.layer, self.current = layer, LayerTensors(backend, weights, packer.made)
         return self.current
 

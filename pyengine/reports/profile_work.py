@@ -126,8 +126,8 @@ def total(works: Iterable[Work]) -> Work:
 def stage_of(part: Part) -> str:
     """The stage whose op reads a vector."""
     if part.group == "norm":
-        inner = part.name.endswith(("q_norm.weight", "k_norm.weight"))
-        return "lm_head" if part.name == "model.norm.weight" else "attention" if inner else "norm"
+        inner = part.name.endswith(("q_norm.weight", "k_norm.weight", "kv_a_layernorm.weight"))
+        return "lm_head" if part.name.startswith("model.norm.") else "attention" if inner else "norm"
     return part.group
 
 
