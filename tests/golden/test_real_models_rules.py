@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tool_scripts import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = {"name": "p", "prompt_ids": [3, 4], "generated_ids": [5, 6, 7], "gaps": [2.0, 0.04, 0.06]}
@@ -19,12 +18,7 @@ VOCAB_SIZE = 20
 
 @pytest.fixture(scope="module")
 def rules() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("real_models", ROOT / "tools" / "checks" / "real_models.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["real_models"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("checks/real_models")
 
 
 class ScriptedEngine:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from tool_scripts import load_tool
 
 from pyengine.reports.account_encoders import BUILDERS
 from pyengine.reports.account_families import FAMILIES
@@ -37,11 +37,7 @@ def test_the_table_of_stages_is_the_modules() -> None:
 
 
 def test_the_table_of_families_is_the_registry() -> None:
-    spec = importlib.util.spec_from_file_location("families_table", ROOT / "tools" / "families_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_tool("families_table")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert tool.replaced(text) == text, "run tools/families_table.py --write"
     for name, family in tool.FAMILIES.items():

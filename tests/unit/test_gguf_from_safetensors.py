@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import tiny_tokenizers
 from builders import write_tiny_model
 from golden.golden_cases import CONFIGS
 from tokenizers import pre_tokenizers
+from tool_scripts import load_tool
 
 from pyengine import demo
 from pyengine.checkpoint import Checkpoint
@@ -32,13 +32,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "bench" / "gguf_from_safetensors.py"
-    spec = importlib.util.spec_from_file_location("gguf_from_safetensors", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("bench/gguf_from_safetensors")
 
 
 def write_model(folder: Path, case: str, **changes: Any) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tool_scripts import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("g++", "nm", "objdump")
@@ -29,12 +29,7 @@ const Table kernels = {scale};
 
 @pytest.fixture(scope="module")
 def checker() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("isa_objects", ROOT / "tools" / "checks" / "isa_objects.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("checks/isa_objects")
 
 
 def compile_object(folder: Path, isa: str, code: str, *flags: str, compiler: str = "g++") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,18 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tool_scripts import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "tools" / "bench" / "readme_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("bench/readme_table")
 
 
 def machine(**changes: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from golden.golden_cases import CONFIGS
+from tool_scripts import load_tool
 
 import pyengine
 from pyengine.checkpoint import Checkpoint
@@ -26,13 +26,7 @@ FAMILY_CASES = (
 
 @pytest.fixture(scope="module")
 def synthetic() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "bench" / "synthetic.py"
-    spec = importlib.util.spec_from_file_location("synthetic", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("bench/synthetic")
 
 
 def make(synthetic: ModuleType, folder: Path, config: dict[str, Any], *more: str) -> Path:
