@@ -2,13 +2,17 @@
 // output, so that a token's result depends on neither the batch nor the path.
 //
 // Integer formats: inside a sub-block of SUB columns the sum is exact int32; between sub-blocks, ascending,
-//   f = fma(float(acc), scale_w * scale_a, f), then for minimums f = fma(minimum, scale_a * sum_a, f);
-// after them the activations kept apart, ascending, as sub-blocks of one column whose scale is the value itself.
+//   group = fma(float(acc), scale_w / kRange, group), from 0 for every group of activations,
+//   f = fma(group, scale_a, f) at the end of each; then f * kRange. An acc stays below kRange, so that neither weights
+//   nor activations near the largest float overflow;
+// with minimums f += part, part = fma(minimum, scale_a * sum_a, part), ascending;
+// at last the activations kept apart, ascending, as sub-blocks of one column whose scale is the value itself.
 // Float formats: one fma chain per output, k ascending.
 #pragma once
 
 namespace {
 
+constexpr float kRange = 1 << 20;      // 64 columns of 128 * 127 at most
 constexpr int64_t kAhead = 12288;      // bytes of software prefetch in front of a GEMV
 constexpr int64_t kAheadFloat = 8192;  // the same in front of each panel of float weights
 
@@ -36,13 +40,11 @@ template <int SUB>
 struct Act {  // the numbers of one row of activations, by sub-block
   const int8_t* q;
   const float* scale;
-  const float* scaled_sum;
   const int32_t* negative_sum;
   Act() = default;
   Act(const QuantView& v, int64_t row)
       : q(v.q + row * v.q_stride),
         scale(v.scale + row * v.groups),
-        scaled_sum(SUB == 64 ? v.scaled_sum64 + row * v.groups : v.scaled_sum32 + 2 * row * v.groups),
         negative_sum(SUB == 64 ? v.negative_sum64 + row * v.groups : v.negative_sum32 + 2 * row * v.groups) {}
 };
 
@@ -50,32 +52,61 @@ template <int FORMAT>
 struct Scales {  // of one panel: the stored numbers, times the units of its rows
   const uint8_t* scales;
   const int8_t* minimums;
-  F scale_unit, minimum_unit;
+  F scale_unit, factor_unit, minimum_unit;
   Scales() = default;
   Scales(const Packed& w, int64_t panel) {
     const uint8_t* base = w.data + panel * w.panel_bytes;
     scales = base + w.scale_offset;
     minimums = reinterpret_cast<const int8_t*>(base + w.minimum_offset);
     scale_unit = simd::load(reinterpret_cast<const float*>(base));
+    factor_unit = simd::mul(scale_unit, simd::set1(1.0f / kRange));
     minimum_unit = simd::load(reinterpret_cast<const float*>(base) + (Weights<FORMAT>::kMinimum ? kPanel : 0));
   }
-  F scale(int64_t group) const {
-    const F steps = Weights<FORMAT>::kMinimum
-                        ? simd::load_u8(scales + group * kPanel)
-                        : simd::load_i16(reinterpret_cast<const int16_t*>(scales) + group * kPanel);
-    return simd::mul(steps, scale_unit);
+  F number(int64_t group) const {
+    return Weights<FORMAT>::kMinimum ? simd::load_u8(scales + group * kPanel)
+                                     : simd::load_i16(reinterpret_cast<const int16_t*>(scales) + group * kPanel);
   }
-  F minimum(int64_t group) const {
-    return Weights<FORMAT>::kMinimum ? simd::mul(simd::load_i8(minimums + group * kPanel), minimum_unit) : simd::zero();
-  }
+  F scale(int64_t group) const { return simd::mul(number(group), scale_unit); }
+  F factor(int64_t group) const { return simd::mul(number(group), factor_unit); }  // scale / kRange
+  F minimum(int64_t group) const { return simd::mul(simd::load_i8(minimums + group * kPanel), minimum_unit); }
 };
 
+// Calls block.operator()<FIRST, LAST>(s) for all sub-blocks: whether s is the first, the last of its group of
+// activations.
+template <int SUB, class Block>
+__attribute__((always_inline)) inline void each_block(int64_t subs, Block&& block) {
+  int64_t s = 0;
+  if (SUB != kActGroup) {
+    for (; s + 2 <= subs; s += 2) {
+      block.template operator()<true, false>(s);
+      block.template operator()<false, true>(s + 1);
+    }
+  }
+  for (; s < subs; ++s) block.template operator()<true, true>(s);
+}
+
 // One sub-block's contribution to one output vector.
-template <int FORMAT, int SUB>
-inline F add_block(F f, I acc, F scale, F minimum, const float* act_scale, const float* scaled_sum, int64_t s) {
-  f = simd::fma(simd::to_float(acc), simd::mul(scale, simd::set1(act_scale[SUB == 64 ? s : s / 2])), f);
-  if (Weights<FORMAT>::kMinimum) f = simd::fma(minimum, simd::set1(scaled_sum[s]), f);
-  return f;
+template <bool FIRST, bool LAST>
+inline void add_block(F& f, F& group, I acc, F factor, const float* act_scale) {
+  const F sum = simd::to_float(acc);
+  group = FIRST ? simd::mul(sum, factor) : simd::fma(sum, factor, group);
+  if (LAST) f = simd::fma(group, simd::set1(*act_scale), f);
+}
+
+// After all groups: f[0 .. T - 1] of a panel without the factor 1 / kRange, and with the part of the minimums.
+template <int FORMAT, int SUB, int T>
+inline void end_groups(F* f, const Scales<FORMAT>& scales, const QuantView& v, int64_t token0, int64_t ratio) {
+  F part[T];
+  PE_UNROLL for (int j = 0; j < T; ++j) part[j] = simd::zero();
+  if (Weights<FORMAT>::kMinimum) {
+    const int64_t n = SUB == kActGroup ? v.groups : 2 * v.groups;
+    const float* sums = (SUB == kActGroup ? v.scaled_sum64 : v.scaled_sum32) + token0 * n;
+    for (int64_t g = 0; g < n; ++g) {  // where the last group has no second half its sum is 0
+      const F minimum = scales.minimum(SUB == kActGroup ? g / ratio : g);
+      PE_UNROLL for (int j = 0; j < T; ++j) part[j] = simd::fma(minimum, simd::set1(sums[j * n + g]), part[j]);
+    }
+  }
+  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = simd::fma(f[j], simd::set1(kRange), part[j]);
 }
 
 // Column k of a panel's weights as integers, the offset removed.
@@ -143,12 +174,12 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
   const Scales<FORMAT> scales(w, panel);
   const uint8_t* data = w.data + panel * w.panel_bytes + w.data_offset;
   Act<SUB> act[M];
-  F f[M];
+  F f[M], group[M];
   PE_UNROLL for (int m = 0; m < M; ++m) {
     act[m] = Act<SUB>(a.quant, m);
-    f[m] = simd::zero();
+    f[m] = group[m] = simd::zero();
   }
-  for (int64_t s = 0; s < subs; ++s) {
+  each_block<SUB>(subs, [&]<bool FIRST, bool LAST>(int64_t s) __attribute__((always_inline)) {
     const int64_t k0 = s * SUB, columns = imin64(SUB, w.padded_cols - k0);
     I acc[M][kChains];
     PE_UNROLL for (int m = 0; m < M; ++m) {
@@ -174,12 +205,14 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
       for (int64_t i = 0; i < columns; i += W::kColumns) step(k0 + i);
     }
     const int64_t g = ratio == 1 ? s : s / ratio;
-    const F scale = scales.scale(g), minimum = scales.minimum(g);
+    const F factor = scales.factor(g);
     PE_UNROLL for (int m = 0; m < M; ++m) {
       const I sum = kChains > 1 ? simd::iadd(acc[m][0], acc[m][kChains - 1]) : acc[m][0];
-      f[m] = add_block<FORMAT, SUB>(f[m], sum, scale, minimum, act[m].scale, act[m].scaled_sum, s);
+      const float* scale = act[m].scale + s * SUB / kActGroup;
+      add_block<FIRST, LAST>(f[m], group[m], sum, factor, scale);
     }
-  }
+  });
+  end_groups<FORMAT, SUB, M>(f, scales, a.quant, 0, ratio);
   PE_UNROLL for (int m = 0; m < M; ++m) write_out(a, m, panel, add_outliers<FORMAT>(f[m], a, scales, panel, m));
 }
 
@@ -203,10 +236,10 @@ void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t bytes_stride, i
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB, stride = a.quant.q_stride;
   const int64_t groups = a.quant.groups, sums = SUB == 64 ? groups : 2 * groups;
   const Act<SUB> act(a.quant, token0);
-  F f[P][T];
-  PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int j = 0; j < T; ++j) f[p][j] = simd::zero();
+  F f[P][T], group[P][T];
+  PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int j = 0; j < T; ++j) f[p][j] = group[p][j] = simd::zero();
   const int8_t* row[T / 3 + 1];  // every third row: the two between are base + stride and base + 2 * stride
-  for (int64_t s = 0; s < subs; ++s) {
+  each_block<SUB>(subs, [&]<bool FIRST, bool LAST>(int64_t s) __attribute__((always_inline)) {
     const int64_t k0 = s * SUB, columns = imin64(SUB, w.padded_cols - k0);
     PE_UNROLL for (int j = 0; j < T; j += 3) row[j / 3] = act.q + k0 + j * stride;
     I acc[P][T];
@@ -228,11 +261,14 @@ void tile_int(const LinearArgs& a, const uint8_t* bytes, int64_t bytes_stride, i
     bytes += columns * kPanel;
     const int64_t g = ratio == 1 ? s : s / ratio;
     PE_UNROLL for (int p = 0; p < P; ++p) {
-      const F scale = scales[p].scale(g), minimum = scales[p].minimum(g);
-      PE_UNROLL for (int j = 0; j < T; ++j) f[p][j] = add_block<FORMAT, SUB>(
-          f[p][j], acc[p][j], scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
+      const F factor = scales[p].factor(g);
+      PE_UNROLL for (int j = 0; j < T; ++j) {
+        const float* scale = act.scale + j * groups + s * SUB / kActGroup;
+        add_block<FIRST, LAST>(f[p][j], group[p][j], acc[p][j], factor, scale);
+      }
     }
-  }
+  });
+  PE_UNROLL for (int p = 0; p < P; ++p) end_groups<FORMAT, SUB, T>(f[p], scales[p], a.quant, token0, ratio);
   PE_UNROLL for (int p = 0; p < P; ++p) PE_UNROLL for (int j = 0; j < T; ++j) if (j < valid)
       write_out(a, token0 + j, panel + p, add_outliers<FORMAT>(f[p][j], a, scales[p], panel + p, token0 + j));
 }

@@ -13,9 +13,9 @@ void tile_tokens(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB, stride = a.quant.q_stride;
   const int64_t groups = a.quant.groups, sums = SUB == 64 ? groups : 2 * groups;
   const Act<SUB> act(a.quant, token0);
-  F f[T];
-  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = simd::zero();
-  for (int64_t s = 0; s < subs; ++s) {
+  F f[T], group[T];
+  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = group[j] = simd::zero();
+  each_block<SUB>(subs, [&]<bool FIRST, bool LAST>(int64_t s) {
     const int64_t k0 = s * SUB, columns = imin64(SUB, w.padded_cols - k0);
     I acc[T];
     if (columns == SUB)
@@ -23,12 +23,14 @@ void tile_tokens(const LinearArgs& a, const uint8_t* bytes, int64_t panel, int64
     else
       simd::tile_sums_rest(acc, act.q + k0, stride, bytes + k0 * kPanel, columns);
     const int64_t g = ratio == 1 ? s : s / ratio;
-    const F scale = scales.scale(g), minimum = scales.minimum(g);
+    const F factor = scales.factor(g);
     PE_UNROLL for (int j = 0; j < T; ++j) {
       const I sum = simd::iadd(acc[j], start_sum<FORMAT>(act.negative_sum + j * sums + s));
-      f[j] = add_block<FORMAT, SUB>(f[j], sum, scale, minimum, act.scale + j * groups, act.scaled_sum + j * sums, s);
+      const float* scale = act.scale + j * groups + s * SUB / kActGroup;
+      add_block<FIRST, LAST>(f[j], group[j], sum, factor, scale);
     }
-  }
+  });
+  end_groups<FORMAT, SUB, T>(f, scales, a.quant, token0, ratio);
   PE_UNROLL for (int j = 0; j < T; ++j) if (j < valid)
       write_out(a, token0 + j, panel, add_outliers<FORMAT>(f[j], a, scales, panel, token0 + j));
 }
