@@ -175,7 +175,7 @@ def run_model(args: argparse.Namespace) -> int:
     tests = bench.plan(args.prompts, args.steps, args.depths)
     _options.engine_arguments(args)
     with _options.open_engine(args, _options.model_folder(args)) as engine:
-        gauge = machine.Gauge.of(engine.backend, sustained=True)
+        gauge = machine.Gauge.of(engine.backend)
         progress = _output.Progress(quiet=args.quiet)
         with contextlib.closing(bench.ModelRunner(engine)) as runner, contextlib.closing(progress):
             runner.check(tests)

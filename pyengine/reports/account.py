@@ -332,7 +332,7 @@ def measure_machine(threads: int | None, limits: Limits | None) -> Machine:
         return Machine(machine.cpu_name(), count, isa, limits, "given")
     kept = machine.known_read(count)
     if kept is None:
-        return Machine(machine.cpu_name(), count, isa, machine.measure(backend, sustained=True), "measured")
+        return Machine(machine.cpu_name(), count, isa, machine.measure(backend), "measured")
     work: dict[Limit, int] = {}
     rates = [machine.compute_rate(backend, limit, work) / 1e9 for limit in (Limit.INT8, Limit.F32)]
     return Machine(machine.cpu_name(), count, isa, Limits(kept, *rates), "kept")

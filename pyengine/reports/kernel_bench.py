@@ -15,7 +15,19 @@ from typing import Any
 from pyengine import kernels
 from pyengine.errors import ResourceError
 from pyengine.packer import padded
-from pyengine.reports.kernel_ops import FFN, HEAD_ROWS, KV_BYTES, RUN_BYTES, WEIGHTS, Bed, Job, Timer, bits, lay
+from pyengine.reports.kernel_ops import (
+    BUSY_BYTES,
+    FFN,
+    HEAD_ROWS,
+    KV_BYTES,
+    RUN_BYTES,
+    WEIGHTS,
+    Bed,
+    Job,
+    Timer,
+    bits,
+    lay,
+)
 from pyengine.reports.machine import Gauge, Limits, Timed, fraction, take_turns
 from pyengine.system import available_memory
 
@@ -87,7 +99,7 @@ def check_memory(group: list[Job], kv_dtype: str) -> None:
     if any(job.op == "ffn_naive" for job in group):
         wanted += 4 * weights
     available = available_memory()
-    if available is not None and wanted + RUN_BYTES > available:
+    if available is not None and wanted + RUN_BYTES + BUSY_BYTES > available:
         raise ResourceError(
             f"{job.op} {job.n} x {job.k} in {job.weights} takes {int(wanted)} bytes, {available} are available"
         )

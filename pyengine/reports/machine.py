@@ -1,10 +1,11 @@
 """Stage 6, machine: what this machine can do at most: read bandwidth, int8 and float32 rates; docs/benchmarking.md.
 
-A measurement is the best of several short passes of the core's probes with the threads and the ISA of a backend: a pass
-that another process interrupted says nothing about the machine. Only beside what reads for seconds, a model's decode,
-the bandwidth is the median over a longer time. A report measures right before and right after each run that it times,
-and compares the run with those two: virtual machines change their bandwidth within minutes. The median read bandwidth
-is kept in the cache folder, so that `generate` can show it later.
+A rate is the best of several short passes of the core's probes with the threads and the ISA of a backend: a pass that
+another process interrupted says nothing about the machine. The bandwidth is the median over longer ones: virtual
+machines may grant twice as much for some milliseconds after a pause, and what lasts is decode's limit. A report
+measures right before and right after each run that it times, and compares the run with those two: virtual machines
+change their bandwidth within minutes. The median read bandwidth is kept in the cache folder, so that `generate` can
+show it later.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from pyengine._core import Limit
 from pyengine.errors import ResourceError
 from pyengine.paths import cache_dir
 
-READ_BYTES, READ_PASSES = 64 << 20, 8
-SUSTAINED_BYTES, SUSTAINED_PASSES = 256 << 20, 8  # a quarter of a second of reading: no credit of a few milliseconds
+READ_BYTES, READ_PASSES = 256 << 20, 8
 FIRST_OPS, COMPUTE_PASSES = 1_000_000, 8
 COMPUTE_SECONDS = 1e-3  # of a pass
 QUIET = 1.25  # how far nine in ten of the read bandwidth's samples may lie apart on a quiet machine
@@ -64,17 +64,10 @@ def compute_rate(backend: Prober, limit: Limit, work: dict[Limit, int]) -> float
     return float(backend.measure(int(limit), work[limit], COMPUTE_PASSES).max())
 
 
-def measure(backend: Prober, work: dict[Limit, int] | None = None, *, sustained: bool = False) -> Limits:
-    """The three limits, once: about 0.1 s, half as long again without the `work` of an earlier call.
-
-    sustained: the read bandwidth is the median over a quarter of a second, about 0.5 s in all, for what reads that long
-    itself. Virtual machines may grant twice as much for some milliseconds after a pause.
-    """
+def measure(backend: Prober, work: dict[Limit, int] | None = None) -> Limits:
+    """The three limits, once: about 0.5 s, a little more without the `work` of an earlier call."""
     work = {} if work is None else work
-    if sustained:
-        read = float(np.median(backend.measure(int(Limit.READ), SUSTAINED_BYTES, SUSTAINED_PASSES)))
-    else:
-        read = float(backend.measure(int(Limit.READ), READ_BYTES, READ_PASSES).max())
+    read = float(np.median(backend.measure(int(Limit.READ), READ_BYTES, READ_PASSES)))
     return Limits(
         read / 1e9, compute_rate(backend, Limit.INT8, work) / 1e9, compute_rate(backend, Limit.F32, work) / 1e9
     )
@@ -96,9 +89,9 @@ class Gauge:
         self.others: list[int] = []  # other threads that wanted to run, before each sample
 
     @classmethod
-    def of(cls, backend: Prober, *, sustained: bool = False) -> Gauge:
+    def of(cls, backend: Prober) -> Gauge:
         work: dict[Limit, int] = {}
-        return cls(lambda: measure(backend, work, sustained=sustained))
+        return cls(lambda: measure(backend, work))
 
     def sample(self) -> Limits:
         self.others.append(others_running())

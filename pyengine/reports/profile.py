@@ -361,7 +361,7 @@ def profile(
     wanted = check(engine, context, steps, contexts)
     stored = "bfloat16" if engine.weights.tensors[engine.weights.embed][0] == int(Format.ROWS_BF16) else None
     model = Model(of_spec(engine.spec, stored), engine.quantization, engine.kv_dtype, engine.spec.vocab_size)
-    gauge = Gauge.of(engine.backend, sustained=True)
+    gauge = Gauge.of(engine.backend)
     done, total = 0, (len(wanted) + 1) * (PARTS + 1)
 
     def rates(since: int) -> Rates:

@@ -54,10 +54,10 @@ class FakeProber:
     def measure(self, limit: int, work: int, passes: int) -> np.ndarray:
         self.calls.append((limit, work, passes))
         rate = {0: 40e9, 1: 900e9, 2: 200e9}[limit]
-        return np.array([rate / 3] + [rate] * (passes - 1))
+        return np.array([rate / 3] + [rate] * (passes - 2) + [2 * rate if limit == 0 else rate])
 
 
-def test_a_measurement_is_the_best_pass_and_passes_are_long_enough() -> None:
+def test_a_rate_is_that_of_the_best_pass_the_bandwidth_the_median_and_passes_are_long_enough() -> None:
     prober = FakeProber()
     assert machine.measure(prober) == Limits(40.0, 900.0, 200.0)
     reads = [call for call in prober.calls if call[0] == 0]

@@ -36,6 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "measure", lambda *_, **__: LIMITS)
     monkeypatch.setattr(ko, "RUN_BYTES", 1 << 16)
+    monkeypatch.setattr(ko, "BUSY_BYTES", 1 << 16)
     monkeypatch.setattr(ko, "SMALL_COPIES", 3)
 
 
@@ -317,7 +318,7 @@ def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ResourceError, match=r"linear 128 x 64 in bf16 .* 70000 are available"):
         rows(["linear"], ["bf16"], [1])
     weights = 3 * TINY.hidden * TINY.ffn
-    monkeypatch.setattr(kb, "available_memory", lambda: kb.RUN_BYTES + 5 * weights)
+    monkeypatch.setattr(kb, "available_memory", lambda: (kb.RUN_BYTES + kb.BUSY_BYTES) + 5 * weights)
     rows(["ffn"], ["bf16"], [1])
     with pytest.raises(ResourceError, match="ffn 64 x 172 in bf16"):
         rows(["ffn", "ffn_naive"], ["bf16"], [1])

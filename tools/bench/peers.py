@@ -264,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
     backend = Backend(args.threads, "")
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, args.prompt + args.steps).tolist()
     options = {"threads": backend.threads, "batch": MAX_BATCH_TOKENS, "context": len(ids) + SPARE_TOKENS}
-    gauge = machine.Gauge.of(backend, sustained=True)
+    gauge = machine.Gauge.of(backend)
     date = datetime.datetime.now(datetime.timezone.utc)
     groups = {against: [c for c in contenders if c.against == against] for against in [c.against for c in contenders]}
     for group in groups.values():
