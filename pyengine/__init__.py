@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pyengine.engine import load as load
     from pyengine.errors import ChatTemplateError as ChatTemplateError
     from pyengine.errors import ComputeError as ComputeError
+    from pyengine.errors import ContextFullError as ContextFullError
     from pyengine.errors import ModelFormatError as ModelFormatError
     from pyengine.errors import ModelNotFoundError as ModelNotFoundError
     from pyengine.errors import PyEngineError as PyEngineError
@@ -45,6 +46,7 @@ if not any(Path(__file__).parent.glob("_core.*.so")):
 _ERRORS = (
     "ChatTemplateError",
     "ComputeError",
+    "ContextFullError",
     "ModelFormatError",
     "ModelNotFoundError",
     "PyEngineError",

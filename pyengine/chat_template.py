@@ -11,21 +11,23 @@ become one.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 
-from pyengine.errors import ChatTemplateError, RequestError, TokenizerError
+from pyengine.errors import ChatTemplateError, RequestError
 from pyengine.strict_json import shown
+from pyengine.template_file import MAX_TEMPLATE_BYTES, find_template, read_template
 from pyengine.template_limits import BUDGET, MAX_RENDERED_BYTES, Budget, LimitError
 from pyengine.template_sandbox import RefusedError, Sandbox
 from pyengine.tokenizer import Tokenizer
-from pyengine.tokenizer_file import read_config
+from pyengine.tokenizer_file import NAMED_TOKENS
 
-MAX_TEMPLATE_BYTES = 1 << 20
 MAX_DEPTH = 64
 ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 OWN_VARIABLES = ("messages", "add_generation_prompt")
@@ -44,9 +46,10 @@ class ChatTemplate:
         self.token_names = tokenizer.token_names
         if len(source.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_BYTES:
             raise ChatTemplateError(f"{where}: over {MAX_TEMPLATE_BYTES} bytes; expected a shorter template")
+        self._source, self._environment = source, Sandbox()
         token = BUDGET.set(Budget())  # the compiler runs what is constant
         try:
-            self._template = Sandbox().from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"{where}, line {error.lineno}: {error.message}; expected a jinja template"
@@ -58,44 +61,37 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The template of a model folder: chat_template.jinja, else tokenizer_config.json's; None if it has none.
+        """The template of a model folder, as `find_template` finds it; None if it has none.
 
-        Of a list of templates the one named "default". Errors: ChatTemplateError naming file, line and what is wrong.
+        Errors: ChatTemplateError naming file, line and what is wrong.
         """
-        file = folder / "chat_template.jinja"
-        if file.exists():
-            return cls.from_file(file, tokenizer)
-        path = folder / "tokenizer_config.json"
-        try:
-            source = read_config(folder).get("chat_template")
-        except TokenizerError as error:
-            raise ChatTemplateError(str(error)) from None
-        if source is None:
-            return None
-        if isinstance(source, list):
-            named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-            if "default" not in named:
-                names = ", ".join(map(shown, named))
-                raise ChatTemplateError(f"{path}: chat templates named {names}; expected one named 'default'")
-            source = named["default"]
-        if not isinstance(source, str):
-            raise ChatTemplateError(f"{path}: chat_template is {shown(source)}; expected text or a list of templates")
-        return cls(source, f"{path}: chat_template", tokenizer)
+        found = find_template(folder)
+        return None if found is None else cls(*found, tokenizer)
 
     @classmethod
     def from_file(cls, path: Path, tokenizer: Tokenizer) -> ChatTemplate:
         """The template in a jinja file. Errors: ChatTemplateError naming the file."""
+        return cls(*read_template(path), tokenizer)
+
+    def check_arguments(self, template_args: Mapping[str, Any]) -> None:
+        """RequestError for a template argument that the template never looks at, or that is the engine's own."""
+        for name in template_args:
+            if name in OWN_VARIABLES:
+                raise RequestError(f"template argument {name!r} is the engine's own; expected another name")
+        unused = sorted(set(template_args) - self.variables) if template_args else []
+        if unused:
+            known = self.variables - {*OWN_VARIABLES, *NAMED_TOKENS, *self._environment.globals}
+            expected = f"one of {', '.join(sorted(known))}" if known else "no template arguments"
+            raise RequestError(f"{self.where} does not use template argument {shown(unused[0])}; expected {expected}")
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that the template looks up and does not set itself."""
+        token = BUDGET.set(Budget())
         try:
-            with path.open("rb") as file:
-                data = file.read(MAX_TEMPLATE_BYTES + 1)
-            source = data.decode("utf-8")
-        except OSError as error:
-            raise ChatTemplateError(f"{path}: {error.strerror or error}; expected a readable jinja file") from error
-        except UnicodeDecodeError as error:
-            if error.start < MAX_TEMPLATE_BYTES - 3:
-                raise ChatTemplateError(f"{path}: byte {error.start} is not UTF-8; expected UTF-8 text") from None
-            source = data.decode("utf-8", "replace")  # cut inside a character, and too long
-        return cls(source, str(path), tokenizer)
+            return frozenset(meta.find_undeclared_variables(self._environment.parse(self._source)))
+        finally:
+            BUDGET.reset(token)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **template_args: Any) -> str:
         """The text of a conversation.
@@ -108,9 +104,7 @@ class ChatTemplate:
         return self._render(check_messages(messages), add_generation_prompt, template_args, Budget())
 
     def _render(self, messages: list[Any], prompt: bool, args: Mapping[str, Any], budget: Budget) -> str:
-        for name in OWN_VARIABLES:
-            if name in args:
-                raise RequestError(f"template argument {name!r} is the engine's own; expected another name")
+        self.check_arguments(args)
         variables = {"tools": None, "documents": None, **self.token_names, **_plain(dict(args), "template arguments")}
         variables |= {"messages": messages, "add_generation_prompt": prompt}
         budget.begin(variables)
@@ -206,21 +200,21 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     allow_special: bool = False,
-    **template_args: Any,
+    template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation; nothing is added to what the template writes (it writes BOS itself, if any).
 
     allow_special: special tokens inside messages are parsed too. Errors: those of `ChatTemplate.render` and
     `Tokenizer.encode`.
     """
-    plain, budget = check_messages(messages), Budget()
-    text = template._render(plain, add_generation_prompt, template_args, budget)
+    plain, budget, args = check_messages(messages), Budget(), dict(template_args or {})
+    text = template._render(plain, add_generation_prompt, args, budget)
     if allow_special or tokenizer.special_pattern is None:
         return tokenizer.encode(text, add_special_tokens=False)
     marks = _Marks(tokenizer, plain)
 
     def render_marked(mark: Mark) -> str:
-        return template._render(_map_contents(plain, mark), add_generation_prompt, template_args, budget)
+        return template._render(_map_contents(plain, mark), add_generation_prompt, args, budget)
 
     try:
         marked = render_marked(marks.everything)

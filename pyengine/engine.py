@@ -20,6 +20,7 @@ from pyengine import hub, quantize, rope, system
 from pyengine._core import Backend
 from pyengine.balance import balance_keys
 from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
+from pyengine.chat import ChatRequests
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.decoder import BuiltProgram, Hooks, KvLayout, build
@@ -71,7 +72,7 @@ class RopeTables:
         self.positions = size
 
 
-class Engine(EngineReports):
+class Engine(EngineReports, ChatRequests):
     """A loaded model. Made by `load`; use as a context manager or close it.
 
     Calls from several threads at once are served one after the other. Attributes: spec, tokenizer (None without

@@ -43,6 +43,17 @@ class RequestError(PyEngineError, ValueError):
     exit_code = 2
 
 
+class ContextFullError(RequestError):
+    """A prompt, or a conversation, leaves no room in the context; `tokens` is how long it is."""
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.tokens)
+
+
 class ResourceError(PyEngineError):
     """Memory, disk, threads, or a missing ISA, device or extra."""
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from pyengine import __version__, system
 from pyengine._core import Stage
-from pyengine.errors import ComputeError, RequestError, ResourceError
+from pyengine.errors import ComputeError, ContextFullError, RequestError, ResourceError
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.routing import record as routing_record
 from pyengine.sampling import SamplingParams
@@ -101,12 +101,13 @@ class GenerationStream:
         self.engine = engine
         self.params = params
         self.prompt = ids
+        self.prompt_format = "raw"
         room = engine.ctx_size - len(ids)
         if not ids:
             raise RequestError("empty prompt; expected at least one token")
         if room < 0 or (room == 0 and params.max_tokens != 0):
-            raise RequestError(
-                f"prompt of {len(ids)} tokens, no room in a context of {engine.ctx_size}; expected fewer"
+            raise ContextFullError(
+                f"prompt of {len(ids)} tokens, no room in a context of {engine.ctx_size}; expected fewer", len(ids)
             )
         self.limit = room if params.max_tokens < 0 else min(params.max_tokens, room)
         self._check_memory(len(ids) + (0 if params.max_tokens < 0 else self.limit))
@@ -333,7 +334,7 @@ class GenerationStream:
             tokens=self.tokens,
             finish_reason=reason,
             stop_reason=self.stop_reason,
-            prompt_format="raw",
+            prompt_format=self.prompt_format,
             seed=self.seed,
             model=os.fspath(engine.folder),
             family=engine.spec.family,

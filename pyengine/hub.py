@@ -97,7 +97,10 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
     if match is None or ".." in model:
         if os.sep in model or model.startswith((".", "~")):
             raise ModelNotFoundError(f"{model}: no such folder; expected a model folder or org/name")
-        raise RequestError(f"{model!r} is neither a folder nor org/name; did you mean -p {model!r}?")
+        raise RequestError(
+            f"{model!r} is neither a folder nor org/name; expected one of them, or `generate` with a prompt: "
+            f"did you mean -p {model!r}?"
+        )
     name, revision = match["name"], match["revision"]
     found = cached_snapshot(name, revision)
     missing = [] if found is None else missing_files(found)

@@ -148,7 +148,9 @@ class FakeEngine:
     ctx_size: int = 128
     load_ms: float = 1.0
     spec: Any = field(
-        default_factory=lambda: SimpleNamespace(warnings=("an odd key",), family="llama", vocab_size=VOCAB)
+        default_factory=lambda: SimpleNamespace(
+            warnings=("an odd key",), family="llama", vocab_size=VOCAB, max_context=4096
+        )
     )
 
     def __enter__(self) -> FakeEngine:
@@ -175,9 +177,9 @@ class FakeEngine:
         return noisy[slice(None) if rows is None else rows].astype(np.float32)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeEngine:
-    """Make every command open this engine, in an environment without pyengine's variables."""
-    fake = FakeEngine(folder=folder)
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, engine: Any = None) -> Any:
+    """Make every command open this engine (a FakeEngine), in an environment without pyengine's variables."""
+    fake = engine or FakeEngine(folder=folder)
     monkeypatch.setattr(_options, "model_folder", lambda args, **_: folder)
     monkeypatch.setattr(_options, "open_engine", lambda args, folder, **_: fake)
     monkeypatch.setattr(machine, "known_read", lambda threads: None)

@@ -67,6 +67,7 @@ def statistics_line(record: Mapping[str, Any], *, sampled: bool, limit_gb_per_s:
     rate = timings["predicted_per_second"]
     parts = [
         _phase("prompt", timings["prompt_n"], timings["prompt_ms"], timings["prompt_per_second"]),
+        *([f"{timings['cache_n']} tok cached"] if timings["cache_n"] else []),
         _phase("decode", timings["predicted_n"], timings["predicted_ms"], rate),
     ]
     if record["ffn_share"] is not None:

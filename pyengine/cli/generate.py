@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyengine.cli import _options, _output
-from pyengine.errors import RequestError, TokenizerError
+from pyengine.errors import ChatTemplateError, RequestError, TokenizerError
 
 if TYPE_CHECKING:
     from pyengine.engine import Engine
@@ -31,34 +31,68 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("-f", "--prompt-file", metavar="FILE", help="the prompt from a file; one trailing newline goes")
     prompt.add_argument("-sys", "--system", metavar="TEXT", help="a system message before the prompt")
     prompt.add_argument("--raw", action="store_true", help="the text itself, without the model's chat template")
-    prompt.add_argument("--chat-template", metavar="FILE", help="a jinja file instead of the model's template")
-    prompt.add_argument(
+    add_template(prompt)
+    prompt.add_argument("--no-special", action="store_true", help="special tokens in the text are ordinary text")
+    add_sampling(parser)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    _options.add_engine(parser)
+    add_context(parser)
+    _options.add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def add_template(group: Any) -> None:
+    """The options of the chat template: `generate` and `chat` have them."""
+    group.add_argument("--chat-template", metavar="FILE", help="a jinja file instead of the model's template")
+    group.add_argument(
         "--template-arg", metavar="K=V", action="append", default=[], help="a template variable; V as JSON, else text"
     )
-    prompt.add_argument("--no-special", action="store_true", help="special tokens in the text are ordinary text")
-    sampling = parser.add_argument_group("sampling (greedy unless told)")
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser,
+    title: str = "sampling (greedy unless told)",
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> None:
+    """The options of sampling, with these defaults: those that `generate` and `chat` share."""
+    sampling = parser.add_argument_group(title)
     sampling.add_argument(
-        "-n", "--max-tokens", type=int, default=256, metavar="N", help="256; -1 = until the end or a full context"
+        "-n",
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"{max_tokens}{'; -1' * (max_tokens != -1)} = until the end or a full context",
     )
-    sampling.add_argument("--temp", "--temperature", dest="temperature", type=float, default=0.0, metavar="X", help="0")
+    sampling.add_argument(
+        "--temp",
+        "--temperature",
+        dest="temperature",
+        type=float,
+        default=temperature,
+        metavar="X",
+        help=f"{temperature:g}; 0 = greedy",
+    )
     sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="0 = off")
-    sampling.add_argument("--top-p", type=float, default=1.0, metavar="X", help="1 = off")
+    sampling.add_argument("--top-p", type=float, default=top_p, metavar="X", help=f"{top_p:g}; 1 = off")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="X", help="0 = off")
     sampling.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1 = off")
     sampling.add_argument("--seed", type=int, metavar="N", help="default: drawn, and shown")
     sampling.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
     )
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    parser.add_argument(
+    sampling.add_argument(
         "--speculate",
         choices=_options.SPECULATIONS,
         help="draft tokens from repetitions in the text and check several in a step; the text stays the same",
     )
-    _options.add_engine(parser)
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--ctx-size", type=int, metavar="N", help="limit of the context; 0 = the model's maximum")
-    _options.add_common(parser)
-    parser.set_defaults(run=run)
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -88,10 +122,16 @@ def template_arguments(pairs: list[str]) -> dict[str, Any]:
         if key in arguments:
             raise RequestError(f"--template-arg {key} given twice; expected it once")
         try:
-            arguments[key] = json.loads(value)
+            arguments[key] = json.loads(value, parse_constant=_no_constant)
         except ValueError:
             arguments[key] = value
+        except RecursionError:
+            raise RequestError(f"--template-arg {key}: nested too deep; expected flat values") from None
     return arguments
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def check_prompt_form(args: argparse.Namespace) -> None:
@@ -104,7 +144,16 @@ def check_prompt_form(args: argparse.Namespace) -> None:
         ):
             if given:
                 raise RequestError(f"{option} with --raw, which uses no chat template; expected one of the two")
+    check_template(args)
+
+
+def check_template(args: argparse.Namespace) -> None:
+    """Refuse template arguments that are none, and a template file that cannot be read."""
     template_arguments(args.template_arg)
+    if args.chat_template is not None:
+        from pyengine.template_file import read_template
+
+        read_template(Path(args.chat_template))
 
 
 def encode_raw(tokenizer: Tokenizer, args: argparse.Namespace, prompt: str) -> list[int]:
@@ -118,6 +167,7 @@ def encode_prompt(engine: Engine, args: argparse.Namespace, prompt: str) -> tupl
         raise TokenizerError(f"{engine.folder}: no tokenizer.json; expected one, a prompt is text")
     if args.raw:
         return encode_raw(tokenizer, args, prompt), "raw"
+    from pyengine.chat import check_system
     from pyengine.chat_template import ChatTemplate, encode_chat
 
     if args.chat_template is not None:
@@ -130,9 +180,14 @@ def encode_prompt(engine: Engine, args: argparse.Namespace, prompt: str) -> tupl
             raise RequestError(f"{option}: {engine.folder} has no chat template; expected one, or --chat-template FILE")
         return encode_raw(tokenizer, args, prompt), "raw"
     messages = [{"role": "user", "content": prompt}]
+    template_args = template_arguments(args.template_arg)
     if args.system is not None:
+        check_system(template, args.system, template_args)
         messages.insert(0, {"role": "system", "content": args.system})
-    return encode_chat(tokenizer, template, messages, **template_arguments(args.template_arg)), "chat"
+    ids = encode_chat(tokenizer, template, messages, template_args=template_args)
+    if not ids:
+        raise ChatTemplateError(f"{template.where}: makes no text of this prompt; expected some")
+    return ids, "chat"
 
 
 def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,7 +199,7 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "min_p": args.min_p,
         "repetition_penalty": args.repeat_penalty,
         "seed": args.seed,
-        "stop": tuple(args.stop),
+        "stop": tuple(args.stop or ()),
         "ignore_eos": args.ignore_eos,
         "speculate": args.speculate,
     }
@@ -171,6 +226,8 @@ def run(args: argparse.Namespace) -> int:
     check_prompt_form(args)
     _options.engine_arguments(args)  # wrong options are refused before anything is read or downloaded
     prompt = read_prompt(args)
+    if not prompt and not args.raw:
+        raise RequestError("empty prompt; expected text, or --raw to start from nothing")
     sampling = sampling_arguments(args)
     with _options.open_engine(args, _options.model_folder(args)) as engine:
         ids, prompt_format = encode_prompt(engine, args, prompt)

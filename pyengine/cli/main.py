@@ -15,6 +15,7 @@ from pyengine.cli import (
     account,
     bench,
     cache,
+    chat,
     compare,
     fetch_demo,
     generate,
@@ -28,7 +29,7 @@ from pyengine.errors import PyEngineError, RequestError, ResourceError
 
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, what a C program ends with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
-COMMANDS = (generate, compare, perplexity, profile, account, bench, inspect, info, fetch_demo, cache)
+COMMANDS = (generate, chat, compare, perplexity, profile, account, bench, inspect, info, fetch_demo, cache)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,6 +55,8 @@ def exit_code(error: BaseException) -> int:
 def describe_error(error: BaseException) -> str:
     if isinstance(error, PyEngineError):
         return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+        return f"{error.strerror}; expected room where the output goes"
     if isinstance(error, OSError) and error.strerror:
         return str(error)
     if isinstance(error, MemoryError):
@@ -63,7 +66,10 @@ def describe_error(error: BaseException) -> str:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        command = f" {args.command}" if args.command else ""
+        raise RequestError(f"unrecognized arguments: {' '.join(unknown)} (see `{parser.prog}{command} --help`)")
     if args.version:
         if args.command is not None:
             raise RequestError(f"--version with the command {args.command}; expected one of the two")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import tiny_tokenizers as tiny
 
-from pyengine.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, encode_chat
+from pyengine.chat_template import ChatTemplate, encode_chat
 from pyengine.errors import ChatTemplateError, RequestError
+from pyengine.template_file import MAX_TEMPLATE_BYTES
 from pyengine.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -103,7 +104,7 @@ def test_the_time_and_template_arguments(tokenizer: Tokenizer) -> None:
         with pytest.raises(RequestError, match=name):
             chat._render(list(USER), True, {name: 1}, budget=None)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="messages"):
-        encode_chat(tokenizer, chat, USER, messages=1)
+        encode_chat(tokenizer, chat, USER, template_args={"messages": 1})
 
 
 # --- what is refused
@@ -219,7 +220,7 @@ def test_wrong_settings_name_the_file(tmp_path: Path, tokenizer: Tokenizer, valu
 
 def test_wrong_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "a.jinja"
-    for data, says in ((b"\xff", "byte 0"), (b"x" * (MAX_TEMPLATE_BYTES + 1), "over"), (None, "No such file")):
+    for data, says in ((b"\xff", "byte 0"), (b"x" * (MAX_TEMPLATE_BYTES + 1), "at most"), (None, "no such file")):
         if data is None:
             path.unlink()
         else:
