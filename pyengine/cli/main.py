@@ -69,7 +69,9 @@ def _run(argv: Sequence[str] | None) -> int:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         command = f" {args.command}" if args.command else ""
-        raise RequestError(f"unrecognized arguments: {' '.join(unknown)} (see `{parser.prog}{command} --help`)")
+        quotes = args.command == "generate" and not unknown[0].startswith("-")
+        hint = "a prompt goes in quotes behind -p; " if quotes else ""
+        raise RequestError(f"unrecognized arguments: {' '.join(unknown)} ({hint}see `{parser.prog}{command} --help`)")
     if args.version:
         if args.command is not None:
             raise RequestError(f"--version with the command {args.command}; expected one of the two")
@@ -88,12 +90,20 @@ def _leave_closed_pipe() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _open_missing_streams() -> None:
+    """A program started with a standard stream closed (`>&-`, some services) has None there: nothing, in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open to the end
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return the exit code.
 
     Exit codes: 0; 1 runtime; 2 usage; 3 model not found or files wrong; 4 not supported; 5 tokenizer or template;
     6 resources; 7 quality gate; 130 after Ctrl-C; 141 when stdout's reader has gone.
     """
+    _open_missing_streams()
     debug = "--debug" in (sys.argv[1:] if argv is None else argv)
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:  # a terminal that cannot show a character gets '?', not a traceback
