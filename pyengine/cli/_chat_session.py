@@ -103,7 +103,6 @@ class Session:
         values = self.values()
         if values["seed"] is not None:  # or a second answer at the same place would be the first again
             values["seed"] = (values["seed"] + self.requests) % 2**64
-        self.hint = None
         try:
             stream = self.engine.chat(
                 [*system, *messages],
@@ -201,6 +200,7 @@ class Session:
 
     def take(self, text: str) -> bool | None:
         """Do what a line says: None to leave, else False if Ctrl-C stopped an answer. Errors: RequestError."""
+        self.hint = None
         match = COMMAND.fullmatch(text.rstrip()) if text.startswith("/") else None
         if match is None:
             return self.ask(text) if text.strip() else True

@@ -205,7 +205,8 @@ def test_a_full_context_says_what_to_do(engine: EchoEngine, talk: Any) -> None:
 
 
 def test_an_answer_that_is_cut_says_why(engine: EchoEngine, talk: Any) -> None:
-    assert talk(b"Hi\n", "-n", "3") == (0, ["1:'"], ["pyengine: stopped after 3 tokens (max_tokens)"])
+    cut = "pyengine: stopped after 3 tokens (max_tokens)"
+    assert talk(b"Hi\n/clear\n/set seed 1\n", "-n", "3") == (0, ["1:'"], [cut])  # said once
     assert talk(b"Hi\n", "-n", "3", "-q") == (0, ["1:'"], [])
     code, out, err = talk(b"x" * 120 + b"\n")
     assert (code, len(out[0])) == (0, 8)
