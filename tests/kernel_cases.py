@@ -85,12 +85,17 @@ def quantize_activations(x: Array) -> tuple[Array, Array, Array]:
 
 @dataclass
 class Unpacked:
-    """Matrix [N, K] = scale * q + minimum, elementwise in float64; q is what is stored less its offset."""
+    """Matrix [N, K] = scale * q + minimum, elementwise in float64; q is what is stored less its offset.
+
+    group: columns of a group, 0 for float formats. units [N, 2]: of which scales and minimums are multiples.
+    """
 
     kind: str
     q: Array
     scale: Array
     minimum: Array
+    group: int
+    units: Array
 
     @property
     def values(self) -> Array:
@@ -129,11 +134,11 @@ def unpack(raw: Array, mutate: str = "") -> Unpacked:
     rows = up(n, 16)
     if kind == "f32":
         q = data.view(np.float32).transpose(0, 2, 1).reshape(rows, -1)[:n, :k].astype(np.float64)
-        return Unpacked(kind, q, np.ones((n, k)), np.zeros((n, k)))
+        return Unpacked(kind, q, np.ones((n, k)), np.zeros((n, k)), 0, np.zeros((n, 2)))
     if kind == "bf16":
         bits = data.view(np.uint16).reshape(len(panels), steps, 16, 2).astype(np.uint32) << 16
         q = bits.view(np.float32).transpose(0, 2, 1, 3).reshape(rows, -1)[:n, :k].astype(np.float64)
-        return Unpacked(kind, q, np.ones((n, k)), np.zeros((n, k)))
+        return Unpacked(kind, q, np.ones((n, k)), np.zeros((n, k)), 0, np.zeros((n, 2)))
     quads = data.reshape(len(panels), steps, 16, 4)  # [panel, step, row, column of a quad]
     if kind == "int8":
         stored = quads.transpose(0, 2, 1, 3).reshape(rows, -1)
@@ -144,19 +149,25 @@ def unpack(raw: Array, mutate: str = "") -> Unpacked:
         stored = np.stack(halves, axis=3).transpose(0, 2, 1, 3, 4).reshape(rows, -1)
     offset = {"int8": 128, "int4 symmetric": 8, "int4 minimum": 0}[kind]
     q = stored[:n, :k].astype(np.float64) - offset
-    scale, minimum = _group_values(panels, kind, groups)
+    scale, minimum, units = _group_values(panels, kind, groups)
     at = np.arange(k) // group
     if mutate == "scale of the neighbour group":
         at = (at + 1) % groups
-    result = Unpacked(kind, q, scale[:n, at], minimum[:n, at])
+    result = Unpacked(kind, q, scale[:n, at], minimum[:n, at], group, units[:n])
     if mutate == "last column dropped":
         result.q[:, -1] = result.minimum[:, -1] = 0
     return result
 
 
-def _group_values(panels: Array, kind: str, groups: int) -> tuple[Array, Array]:
-    """(scale, minimum) float64 [rows, groups], as the core rounds them: stored number times the unit of its row."""
-    units = np.ascontiguousarray(panels[:, :128]).view(np.float32)  # [panels, 32]
+def _group_values(panels: Array, kind: str, groups: int) -> tuple[Array, Array, Array]:
+    """(scale, minimum) float64 [rows, groups], as the core rounds them: stored number times the unit of its row.
+
+    And the units [rows, 2]; where there are no minimums theirs is 0.
+    """
+    width = 128 if kind == "int4 minimum" else 64
+    units = np.ascontiguousarray(panels[:, :width]).view(np.float32)  # [panels, 16 or 32]
+    by_row = np.zeros((16 * len(panels), 2))
+    by_row[:, : width // 64] = units.reshape(len(panels), -1, 16).transpose(0, 2, 1).reshape(len(by_row), -1)
 
     def numbers(start: int, dtype: Any) -> Array:
         width = 16 * np.dtype(dtype).itemsize * groups
@@ -168,10 +179,10 @@ def _group_values(panels: Array, kind: str, groups: int) -> tuple[Array, Array]:
 
     if kind != "int4 minimum":
         scale = times(numbers(64, np.int16), units[:, :16])
-        return scale, np.zeros_like(scale)
+        return scale, np.zeros_like(scale), by_row
     scale = times(numbers(128, np.uint8), units[:, :16])
     minimum = times(numbers(128 + up(16 * groups, 64), np.int8), units[:, 16:])
-    return scale, minimum
+    return scale, minimum, by_row
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------------
