@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from pyengine import quantize
 from pyengine.errors import ResourceError
-from pyengine.reports import compare_layers as by_layer
-from pyengine.reports import compare_ops
+from pyengine.reports import compare_ops, compare_units
 from pyengine.reports.account_read import read_anatomy
 from pyengine.reports.compare import Float32
 from pyengine.reports.memory import memory_room
@@ -121,8 +120,8 @@ class Live:
     def inputs(self) -> Iterator[tuple[compare_ops.Module, Float32]]:
         return compare_ops.inputs(self.engine, self.ids)
 
-    def tensors(self, layer: int) -> by_layer.LayerTensors:
-        return by_layer.engine_tensors(self.engine, layer)
+    def tensors(self, layer: int) -> compare_units.Tensors:
+        return compare_units.engine_tensors(self.engine, layer)
 
     def hidden(self) -> list[Float32]:
         return compare_ops.hidden_states(self.engine, self.ids)
@@ -143,7 +142,7 @@ class Remembered:
             self.kept.append(spool.put(live.logits(index)))
         self.modules = [(m, spool.put(x)) for m, x in live.inputs()] if o.layers else []
         self.states = [spool.put(x) for x in live.hidden()] if o.layers else []
-        self.tensors = by_layer.StoredLayers(engine, engine.quantization)
+        self.tensors = compare_units.StoredLayers(engine, engine.quantization)
         self.text = live.greedy(o.prompt) if o.prompt is not None else None
 
     def logits(self, index: int) -> Float32:

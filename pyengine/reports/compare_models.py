@@ -139,6 +139,7 @@ def compare_sides(
             spool = Spool()
             stack.callback(spool.close)
             known = Remembered(live, spool, steps)
+            stack.callback(known.tensors.close)
             ours.close()
         theirs = stack.enter_context(quantized.open())
         check_pair(ours, theirs, text)
@@ -169,7 +170,7 @@ def _compare(
         modules = len(theirs.spec.layers)
         done = 0
         for error in by_layer.module_errors(known.tensors, theirs, known.inputs()):
-            if error.layer >= done:
+            if error.layer is not None and error.layer >= done:
                 done = error.layer + 1
                 steps(f"layer {error.layer}", 0)
             layers.append(error)
@@ -177,7 +178,7 @@ def _compare(
         hidden = by_layer.hidden_errors(known.hidden(), other.hidden())
     swap = None
     if o.swap:
-        steps.total += len(compare_ops.swap_targets(ours, ours.build(fused=False, timed=False)))
+        steps.total += len(compare_ops.modules_of(ours, ours.build(fused=False, timed=False)))
         swap = run_swap(ours, theirs, live.ids, steps)
     return CompareResult(
         model=str(theirs.folder),

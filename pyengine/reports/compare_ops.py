@@ -1,6 +1,7 @@
 """Stage 6, compare_ops: an engine's programs changed op by op: inputs of matrices shown, one module taken from another.
 
-What the family is does not matter here, only that a matrix inside a layer is a LINEAR op of the unfused program.
+What the family is does not matter here, only that a matrix is an op of the unfused program: LINEAR, MOE_GATE_UP and
+MOE_DOWN (all experts of a layer), HEAD_LINEAR (all heads of latent attention) or LM_HEAD. Routers are never quantized.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pyengine._core import OpKind, Program
+from pyengine import kernels
+from pyengine._core import Format, Norm, OpKind, Program
 from pyengine.decoder import BuiltProgram, Hooks, Op
 from pyengine.pack_layer import NONE, LayerWeights
 
@@ -23,17 +25,36 @@ Float32 = npt.NDArray[np.float32]
 TAP_BYTES = 256 << 20  # of inputs held at a time
 LAYER_TOKENS = 256  # run at most; the second half is looked at
 HIDDEN = "hidden"
+HEAD = "lm_head"
+INTEGER = (Format.INT8, Format.INT4_MIN, Format.INT4_SYM)  # of weights that take int8 activations
+MATRICES = {  # ops with a matrix, and the field that holds it
+    int(OpKind.LINEAR): "weight",
+    int(OpKind.MOE_GATE_UP): "weight",
+    int(OpKind.MOE_DOWN): "weight2",
+    int(OpKind.HEAD_LINEAR): "weight",
+    int(OpKind.LM_HEAD): "weight",
+}
 
 
 @dataclass(frozen=True)
 class Module:
-    """A LINEAR op: layer, the name its tensor has in LayerWeights, the tensor, its place among the unfused ops."""
+    """An op's matrix: layer (NONE: the head), name, the field of LayerWeights and of the op that it is in, the tensor,
+    and the op's place among the unfused ones.
+
+    width: of its input, times `slots`, the rows that the input has of each token. top_k: experts of a token; 0 where
+    the matrix is not one of experts. routing: the buffer that they are in.
+    """
 
     layer: int
     name: str
+    field: str
+    key: str
     tensor: int
     op: int
-    width: int  # of its input
+    width: int
+    slots: int = 1
+    top_k: int = 0
+    routing: int = NONE
 
 
 # ---- programs, op by op ----------------------------------------------------------------------------------------------
@@ -52,20 +73,31 @@ def tensor_names(weights: LayerWeights) -> dict[int, str]:
     return names
 
 
+def shown_name(field: str, experts: bool) -> str:
+    """How a module is called: its field, with the FFN it belongs to where a layer has several."""
+    if field.startswith("shared_"):
+        return f"shared_expert.{field.removeprefix('shared_')}"
+    return f"experts.{field}" if experts else field
+
+
 def modules_of(engine: Engine, plain: BuiltProgram) -> list[Module]:
-    """The matrices of an unfused program, in order."""
+    """The matrices of an unfused program, in order; the head is the last."""
     names = [tensor_names(weights) for weights in engine.weights.layers]
     found = []
     for index, op in enumerate(plain.ops):
-        if op["kind"] == int(OpKind.LINEAR) and op["layer"] >= 0:
-            name = names[op["layer"]].get(op["weight"], f"linear {index}")
-            width = plain.buffers[op["input"]][1]
-            found.append(Module(op["layer"], name, op["weight"], index, width))
+        if op["kind"] not in MATRICES:
+            continue
+        key, layer, experts = MATRICES[op["kind"]], op["layer"], "experts" in op
+        field = HEAD if layer == NONE else names[layer][op[key]]
+        _, width, slots = plain.buffers[op["input"]]
+        of = {"top_k": op["top_k"], "routing": op["routing"]} if experts else {}
+        name = shown_name(field, experts)
+        found.append(Module(layer, name, field, key, op[key], index, width * slots, slots, **of))
     return found
 
 
 def float_input(plain: BuiltProgram, index: int) -> tuple[int, int]:
-    """(buffer, op index in front of which it holds it) of the float values that a LINEAR op reads."""
+    """(buffer, op index in front of which it holds it) of the float values that an op with a matrix reads."""
     buffer = plain.ops[index]["input"]
     if not plain.buffers[buffer][0]:
         return buffer, index
@@ -84,20 +116,31 @@ def program_of(
 
 
 def tapped(engine: Engine, plain: BuiltProgram, modules: Sequence[Module]) -> BuiltProgram:
-    """The program with the inputs of these modules shown, under (layer, name)."""
+    """The program with the inputs of these modules shown, under (layer, name), and the routing of experts behind."""
     before: dict[int, list[Op]] = {}
-    for number, module in enumerate(modules):
-        buffer, at = float_input(plain, module.op)
+    keys: list[tuple[int, str]] = []
+    widths: list[int] = []
+
+    def show(module: Module, name: str, buffer: int, at: int, width: int) -> None:
         stage = plain.ops[module.op]["stage"]
-        tap = {"kind": int(OpKind.TAP), "stage": stage, "layer": module.layer, "input": buffer, "head_dim": number}
+        tap = {"kind": int(OpKind.TAP), "stage": stage, "layer": module.layer, "input": buffer, "head_dim": len(keys)}
         before.setdefault(at, []).append(tap)
+        keys.append((module.layer, name))
+        widths.append(width)
+
+    for module in modules:
+        show(module, module.name, *float_input(plain, module.op), module.width)
+        if module.top_k:
+            show(module, f"routing of {module.name}", module.routing, module.op, 2 * module.top_k)
     ops = [one for i, op in enumerate(plain.ops) for one in (*before.get(i, ()), op)]
-    keys = tuple((module.layer, module.name) for module in modules)
-    return program_of(engine, plain, ops, plain.buffers, keys, [module.width for module in modules])
+    return program_of(engine, plain, ops, plain.buffers, tuple(keys), widths)
 
 
 def inputs(engine: Engine, ids: Sequence[int]) -> Iterator[tuple[Module, Float32]]:
-    """Each module with its inputs [T - T // 2, K] over the second half of `ids`, a few modules at a time."""
+    """Each module with its inputs [T - T // 2, width] over the second half of `ids`, a few modules at a time.
+
+    Those of experts have the ids of a token's experts behind them, [T - T // 2, width + top_k].
+    """
     plain = engine.build(fused=False, timed=False)
     half = len(ids) // 2
     batch: list[Module] = []
@@ -109,8 +152,21 @@ def inputs(engine: Engine, ids: Sequence[int]) -> Iterator[tuple[Module, Float32
             taps: dict[tuple[int, str], Float32] = {}
             engine.logits(ids, rows=[], program=tapped(engine, plain, batch), taps=taps)
             for one in batch:
-                yield one, np.ascontiguousarray(taps.pop((one.layer, one.name))[half:])
+                x = taps.pop((one.layer, one.name))[half:]
+                if one.top_k:
+                    x = np.concatenate([x, taps.pop((one.layer, f"routing of {one.name}"))[half:, one.top_k :]], axis=1)
+                x = np.ascontiguousarray(x)
+                yield one, normed(engine, plain.ops[one.op], x) if one.layer == NONE else x
             batch = []
+
+
+def normed(engine: Engine, head: Op, x: Float32) -> Float32:
+    """What lm_head's matrix reads of the hidden state x [T, hidden]: the final norm is part of the op."""
+    weight = engine.backend.tensor_dequantize(head["norm"])[0]
+    if head["norm_kind"] == int(Norm.RMS_NORM):
+        return kernels.rms_norm(x, weight, eps=head["eps"])
+    bias = None if head["norm_bias"] == NONE else engine.backend.tensor_dequantize(head["norm_bias"])[0]
+    return kernels.layer_norm(x, weight, bias, eps=head["eps"])
 
 
 def hidden_states(engine: Engine, ids: Sequence[int]) -> list[Float32]:
@@ -128,13 +184,6 @@ def hidden_states(engine: Engine, ids: Sequence[int]) -> list[Float32]:
 # ---- one module at a time --------------------------------------------------------------------------------------------
 
 
-def swap_targets(engine: Engine, plain: BuiltProgram) -> list[Module]:
-    """Everything that can be quantized on its own: each module, and the head."""
-    head = next(i for i, op in enumerate(plain.ops) if op["kind"] == int(OpKind.LM_HEAD))
-    width = plain.buffers[plain.ops[head]["input"]][1]
-    return [*modules_of(engine, plain), Module(NONE, "lm_head", plain.ops[head]["weight"], head, width)]
-
-
 class Swap:
     """The baseline with one module of the quantized engine in it: its packed bytes and bias, inputs as it takes them.
 
@@ -144,9 +193,9 @@ class Swap:
     def __init__(self, baseline: Engine, quantized: Engine) -> None:
         self.baseline, self.quantized = baseline, quantized
         self.plain = baseline.build(fused=False, timed=False)
-        self.targets = swap_targets(baseline, self.plain)
+        self.targets = modules_of(baseline, self.plain)
         self.theirs = quantized.build(fused=False, timed=False).ops
-        theirs = [op for op in self.theirs if op["kind"] in (int(OpKind.LINEAR), int(OpKind.LM_HEAD))]
+        theirs = [op for op in self.theirs if op["kind"] in MATRICES]
         self.counterpart = dict(zip((module.op for module in self.targets), theirs, strict=True))
 
     def copy(self, tensor: int) -> int:
@@ -157,17 +206,18 @@ class Swap:
 
     def logits(self, module: Module, ids: Sequence[int], rows: Sequence[int]) -> Float32:
         other = self.counterpart[module.op]
-        made = {key: self.copy(other[key]) for key in ("weight", "bias") if other.get(key, NONE) != NONE}
+        made = {key: self.copy(other[key]) for key in (module.key, "bias") if other.get(key, NONE) != NONE}
         ops, buffers = list(self.plain.ops), list(self.plain.buffers)
         op: Op = {**ops[module.op], **made}
         ops[module.op] = op
         if module.layer != NONE:  # the head rounds its inputs itself
             op["input"], _ = float_input(self.plain, module.op)
-            if self.quantized.quantization.layers.is_integer:
+            if Format(self.quantized.weights.tensors[other[module.key]][0]) in INTEGER:
                 quantize = {"kind": int(OpKind.QUANTIZE), "stage": op["stage"], "layer": module.layer}
                 ops.insert(module.op, {**quantize, "input": op["input"], "output": len(buffers)})
+                _, width, slots = buffers[op["input"]]
                 op["input"] = len(buffers)
-                buffers.append((True, module.width, 1))
+                buffers.append((True, width, slots))
         try:
             program = program_of(self.baseline, self.plain, ops, buffers)
             return self.baseline.logits(ids, rows=rows, program=program)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from pyengine.reports.tables import table
 
 if TYPE_CHECKING:
-    from pyengine.reports.compare_result import Choice, CompareResult, Position
+    from pyengine.reports.compare_layers import ModuleError
+    from pyengine.reports.compare_result import Choice, CompareResult, Position, SwapRow
 
 SHOWN = 10  # rows of a list in the terminal
 
@@ -21,6 +22,7 @@ def report(r: CompareResult) -> str:
             "",
             f"Errors of each module on the baseline's inputs, {r.layers_tokens} tokens",
             table(*layer_table(r)),
+            *head_lines(r),
         ]
     if r.swap is not None:
         lines += ["", f"KL of the baseline with one module quantized, {r.swap_tokens} tokens"]
@@ -56,7 +58,17 @@ def summary_lines(r: CompareResult) -> list[str]:
 
 
 def modules_of(r: CompareResult) -> list[str]:
-    return list(dict.fromkeys(row.module for row in r.layers))
+    """Modules of layers, in order."""
+    return list(dict.fromkeys(row.module for row in r.layers if row.layer is not None))
+
+
+def head_lines(r: CompareResult) -> list[str]:
+    return [
+        f"{row.module}: weight error {row.weight_rel_error:.5f}, output error {row.output_rel_error:.4f}, "
+        f"cosine {row.cosine:.6f}"
+        for row in r.layers
+        if row.layer is None
+    ]
 
 
 def layer_table(r: CompareResult) -> Table:
@@ -69,19 +81,21 @@ def layer_table(r: CompareResult) -> Table:
     return ["layer, output error", *modules, "all up to here"], rows
 
 
+def named(row: ModuleError | SwapRow) -> str:
+    return row.module if row.layer is None else f"{row.layer} {row.module}"
+
+
 def module_table(r: CompareResult) -> Table:
     """Every module with all of its figures."""
     rows = [
-        [f"{row.layer} {row.module}", f"{row.weight_rel_error:.5f}", f"{row.output_rel_error:.5f}", f"{row.cosine:.6f}"]
+        [named(row), f"{row.weight_rel_error:.5f}", f"{row.output_rel_error:.5f}", f"{row.cosine:.6f}"]
         for row in r.layers
     ]
     return ["layer, module", "weight error", "output error", "cosine"], rows
 
 
 def swap_table(r: CompareResult, count: int | None = None) -> Table:
-    rows = [
-        [f"{'' if row.layer is None else f'{row.layer} '}{row.module}", f"{row.mean_kld:.6f}"] for row in r.swap or ()
-    ]
+    rows = [[named(row), f"{row.mean_kld:.6f}"] for row in r.swap or ()]
     return ["layer, module", "mean KL"], rows[:count]
 
 

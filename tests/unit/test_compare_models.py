@@ -104,7 +104,7 @@ def test_module_errors_are_their_definition(folder: Path, compared: CompareResul
     """Inputs from the engine's own taps, each matrix packed alone."""
     tensors = tiny_tensors(CONFIG, seed=3)
     rows = {(row.layer, row.module): row for row in compared.layers}
-    assert list(rows) == [(layer, name) for layer in range(2) for name in MODULES]
+    assert list(rows) == [*((layer, name) for layer in range(2) for name in MODULES), (None, "lm_head")]
     with pyengine.load(folder, quant="f32", **LOAD) as base, pyengine.load(folder, quant="int4", **LOAD) as packed:
         ids = base.tokenize(TEXT.content)[:32]
         keys = tuple((layer, tap) for layer in range(2) for tap in (*TAPS, "hidden"))
@@ -124,8 +124,15 @@ def test_module_errors_are_their_definition(folder: Path, compared: CompareResul
                 cosine = (y * y_q).sum(axis=1) / np.linalg.norm(y, axis=1) / np.linalg.norm(y_q, axis=1)
                 assert row.cosine == pytest.approx(cosine.mean(), abs=1e-6)
         h, h_q = (s[layer, "hidden"][16:] for s in states)
+        last = h
         assert compared.hidden[layer].rel_error == pytest.approx(np.linalg.norm(h_q - h) / np.linalg.norm(h), rel=1e-5)
     assert compared.hidden[1].rel_error > 0
+    w = tensors["model.embed_tokens.weight"]  # tied; int4 keeps the head in int8
+    x = kernels.rms_norm(last, tensors["model.norm.weight"], eps=CONFIG["rms_norm_eps"])
+    y, y_q = kernels.linear(x, w, quant="f32"), kernels.linear(x, w, quant="int8")
+    w_q, row = kernels.quantize_dequantize(w, quant="int8"), rows[None, "lm_head"]
+    assert row.weight_rel_error == pytest.approx(np.linalg.norm(w_q - w) / np.linalg.norm(w), rel=1e-5)
+    assert row.output_rel_error == pytest.approx(np.linalg.norm(y_q - y) / np.linalg.norm(y), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama_ratio_7", "qwen3_biases", "llama_head_dim", "qwen2_window"])
@@ -133,7 +140,7 @@ def test_other_shapes(name: str, tmp_path: Path) -> None:
     """Heads that are no whole panels, norms of q and k, windows: the small errors of int8 tell that parts are right."""
     folder = folder_of(tmp_path, {**CONFIGS[name], "vocab_size": 258})
     result = compare_sides(side(folder, "f32"), side(folder, "int8"), TEXT, Options(**SIZES))
-    assert {row.module for row in result.layers} == set(MODULES)
+    assert {row.module for row in result.layers} == {*MODULES, "lm_head"}
     assert all(0 < row.weight_rel_error < 0.02 for row in result.layers)
     assert all(0 < row.output_rel_error < 0.05 for row in result.layers)
     assert all(row.cosine > 0.998 for row in result.layers)
@@ -208,7 +215,8 @@ def test_an_int8_cache_balances_keys_and_is_no_error_of_the_weights(tmp_path: Pa
     assert result.swap == plain.swap
     assert all(row.weight_rel_error < 0.02 for row in result.layers)
     with pyengine.load(folder, quant="int8", kv_dtype="int8", **LOAD) as engine:
-        factors = compare_layers.balance_factors(engine, engine.spec.layers[0], "qkv", 128)
+        module = compare_ops.modules_of(engine, engine.build(fused=False, timed=False))[0]
+        factors = compare_layers.balance_factors(engine, module, 128)
         assert factors is not None
         assert factors.max() >= 4
 
@@ -337,18 +345,20 @@ def test_the_page_says_what_the_json_says(compared: CompareResult) -> None:
     assert f"{record['ppl_quant']:.4f}" in text
     for row in record["layers"]:
         cells = f"{row['weight_rel_error']:.5f} +{row['output_rel_error']:.5f} +{row['cosine']:.6f}"
-        assert re.search(rf"{row['layer']} {row['module']} +{cells}", text)
+        name = row["module"] if row["layer"] is None else f"{row['layer']} {row['module']}"
+        assert re.search(rf"{name} +{cells}", text)
     for row in record["swap"]:
         assert f"{row['mean_kld']:.6f}" in text
     svgs = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
     labels = [svg.attrib["aria-label"] for svg in svgs]
     assert labels[:2] == ["Output error by layer and module", "Weight error by layer and module"]
     ns = "{http://www.w3.org/2000/svg}"
+    in_layers = [row for row in record["layers"] if row["layer"] is not None]
     for svg, name in zip(svgs, ("output_rel_error", "weight_rel_error"), strict=False):
         titles = [rect.find(f"{ns}title").text for rect in svg.iter(f"{ns}rect")]  # type: ignore[union-attr]
-        assert titles == [f"{row['layer']}, {row['module']}: {row[name]:.4f}" for row in record["layers"]]
+        assert titles == [f"{row['layer']}, {row['module']}: {row[name]:.4f}" for row in in_layers]
         depth = [float(re.findall(r"[\d.]+", rect.attrib["style"])[0]) for rect in svg.iter(f"{ns}rect")]
-        assert depth.index(max(depth)) == int(np.argmax([row[name] for row in record["layers"]]))
+        assert depth.index(max(depth)) == int(np.argmax([row[name] for row in in_layers]))
     strip = re.findall(r'<p class="strip">(.*?)</p>', page, re.DOTALL)
     assert len(strip) == 4
     spans = re.findall(r'<span(?: style="background:rgba\(214,110,40,([\d.]+)\)")? title="([^"]*)">', "".join(strip))
@@ -383,7 +393,7 @@ def test_the_command(command: list[str], tmp_path: Path, capsys: Any) -> None:
     options = ["--quant", "int4", "--swap", "-p", "The", "-n", "3", "--html", str(page), "--json"]
     assert main([*command, *options, "--max-kld", "0"]) == 7
     record = json.loads(capsys.readouterr().out)
-    assert (len(record["layers"]), len(record["swap"]), record["baseline"]) == (14, 9, "f32")
+    assert (len(record["layers"]), len(record["swap"]), record["baseline"]) == (15, 9, "f32")
     assert page.read_text(encoding="utf-8").endswith("</html>\n")
     assert main([*command, "--quant", "int4", "--against", "int4", "--max-kld", "0"]) == 0
     assert "against int4" in capsys.readouterr().out
@@ -394,7 +404,7 @@ def test_the_command(command: list[str], tmp_path: Path, capsys: Any) -> None:
     [
         (["-n", "3"], 2, "--max-tokens without --prompt"),
         (["-p", "x", "-n", "0"], 2, "expected at least 1"),
-        (["--html", "/nonexistent/c.html"], 2, "its folder is not there"),
+        (["--html", "/nonexistent/none/c.html"], 2, "its folder is not there"),
         (["--against", "no/such/folder"], 3, "no/such/folder"),
         (["--text", "/nonexistent"], 2, "/nonexistent"),
         (["--tokens", "4096"], 2, "expected at least"),

@@ -304,7 +304,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
         (["--context", "5000"], "to 2048, the model's"),
         (["--contexts", "128,9000"], "context 9000"),
         (["--contexts", "128,x"], "expected contexts"),
-        (["--html", "/nonexistent/a.html"], "/nonexistent/a.html: its folder"),
+        (["--html", "/nonexistent/none/a.html"], "/nonexistent/none/a.html: its folder"),
         (["--trace", "/"], "/: not a regular file"),
     ],
 )
