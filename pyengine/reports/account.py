@@ -7,16 +7,16 @@ step takes at least the time to read its bytes and at least the time of its oper
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pyengine import _core, hub, quantize
 from pyengine._core import Limit
-from pyengine.engine import MAX_BATCH_TOKENS, MAX_SEQUENCES
+from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.errors import RequestError
 from pyengine.kv_cache import KV_DTYPES
 from pyengine.reports import machine
+from pyengine.reports.account_memory import activation_bytes
 from pyengine.reports.account_parts import Anatomy
 from pyengine.reports.account_read import read_anatomy, stored_parameters
 from pyengine.reports.machine import Limits
@@ -26,7 +26,6 @@ from pyengine.sampling import is_integer
 FORMATS = ("f32", "bf16", "int8", "int4")
 DEFAULT_CONTEXT = 4096
 MAX_TOKENS = 1 << 31
-TILE_ROWS = 12  # that a tile of a matrix product may read past a batch
 CONTEXTS = (1, 512, 4096, 32768, 131072)  # of the table of FLOPs
 
 
@@ -267,61 +266,6 @@ class Account:
         from pyengine.reports.account_text import report
 
         return report(self)
-
-
-def activation_bytes(anatomy: Anatomy, integer: bool, threads: int) -> int:
-    """The engine's arena for a full batch (512 tokens, 64 sequences): buffers, logits and the threads' scratch.
-
-    Each buffer lives through all layers: the residual, the normed input, q with k and v, the heads' output, the FFN's
-    hidden values and the head's input, float32, or int8 where an int8 matrix reads them; of experts a row for each that
-    a token goes to; of latent attention the latents and both forms of q. Within 2 % for what runs where all layers are
-    of one kind.
-    """
-
-    def floats(width: int) -> int:
-        return 4 * (up(width, 16) + 16)
-
-    def int8s(width: int) -> int:  # with a scale, sums and a place for an outlier for each 64 values
-        groups = -(-width // 64)
-        return up(width, 64) + 64 + 32 * groups + up(groups, 8)
-
-    read = int8s if integer else floats
-    modules = {p.name.rsplit(".", 2)[-2]: p for p in anatomy.main if p.stage == anatomy.stack}
-    hidden = max((f.hidden for f in anatomy.ffns), default=0)
-    seen = [a for a in anatomy.attention if a.stage == anatomy.stack]
-    vocab = max((p.rows for p in anatomy.main if p.computed_as == "lm_head"), default=0)
-    widest = max((p.cols for p in anatomy.main if p.computes), default=0)
-    attended = max((a.heads * a.v_dim for a in seen), default=0)
-    per_token = floats(hidden) + 2 * read(hidden)
-    if anatomy.not_run is None and "input_layernorm" not in modules and not integer:
-        per_token -= floats(hidden)  # branches read the residual itself
-    if "kv_a_proj_with_mqa" in modules:
-        a, q_a = seen[0], modules["q_a_proj"].rows if "q_a_proj" in modules else 0
-        q = modules["q_b_proj" if q_a else "q_proj"].rows
-        per_token += floats(q) + floats(a.k_dim) + floats(a.heads * a.k_dim) + floats(a.heads * a.v_dim)
-        per_token += floats(q_a) + read(q_a) if q_a else 0
-        attended = a.heads * modules["values"].rows
-    else:
-        per_token += floats(max((a.heads * a.k_dim + a.kv_heads * (a.k_cached + a.v_cached) for a in seen), default=0))
-    per_token += floats(attended) + (int8s(attended) if integer else 0)
-    shared = sum(read(p.rows) for p in anatomy.main if re.search(r"shared_experts?\.up_proj", p.name))
-    ffns = [0]
-    for f in anatomy.ffns:  # one of them at a time where layers differ in kind
-        ffns.append(max(f.top_k, 1) * read(f.intermediate))
-        if f.experts:
-            ffns[-1] += floats(f.experts) + floats(2 * f.top_k) + f.top_k * floats(hidden) + shared
-            ffns[-1] += floats(hidden) if integer else 0
-    per_token += max(ffns)
-    if {"post_feedforward_layernorm", "post_mlp_layernorm", "shared_expert_gate"} & set(modules):
-        per_token += floats(hidden)
-    rows = MAX_BATCH_TOKENS + TILE_ROWS
-    logits = (MAX_SEQUENCES + TILE_ROWS) * floats(vocab) if vocab else 0
-    scratch = max(rows * 512 + 32 * widest, 8 * vocab)  # results of eight panels, two unpacked panels; a row to sort
-    return rows * per_token + logits + threads * scratch
-
-
-def up(n: int, step: int) -> int:
-    return -(-n // step) * step
 
 
 def measure_machine(threads: int | None, limits: Limits | None) -> Machine:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pyengine.config import MAX_LAYERS
 from pyengine.config_values import ConfigValues
 from pyengine.reports.account_families import Keys
-from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Part, Parts, merged
+from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Ffns, Part, Parts, merged
 
 
 class Stack:
@@ -23,7 +23,7 @@ class Stack:
         self.norm_bias = norm_bias
         self.parts = Parts()
         self.attention: list[Attention] = []
-        self.ffns: dict[Ffn, None] = {}
+        self.ffns = Ffns()
 
     def matrix(self, name: str, group: str, rows: int, cols: int, stage: str, role: str = "matrix") -> None:
         self.parts.add(Part(name + ".weight", group, rows, cols, role, stage=stage))
@@ -49,7 +49,7 @@ class Stack:
         self.attention.append(Attention(1, heads, head_dim, head_dim, cached, *dims, stage=stage, kind=kind))
 
     def ffn(self, p: str, stage: str, width: int, *, gated: bool = False) -> None:
-        self.ffns[Ffn(self.hidden, width, 3 if gated else 2)] = None
+        self.ffns.add(Ffn(self.hidden, width, 3 if gated else 2), 0)
         for name in ("gate", "up") if gated else ("up",):
             self.matrix(p + name, "ffn", width, self.hidden, stage)
         self.matrix(p + "down", "ffn", self.hidden, width, stage)
@@ -61,7 +61,7 @@ class Stack:
             kind=kind,
             parts=self.parts.result(),
             attention=merged(self.attention),
-            ffns=tuple(self.ffns),
+            ffns=self.ffns.result(),
             max_context=longest,
             stored=None,
         )

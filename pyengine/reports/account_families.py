@@ -13,7 +13,7 @@ from typing import Any
 
 from pyengine.config import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE
 from pyengine.config_values import ConfigValues
-from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Part, Parts, merged
+from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Ffns, Part, Parts, merged
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -156,7 +156,7 @@ class Decoder:
         self.head_dim = keys.integer("head_dim", self.hidden // self.heads or 1, high=MAX_HEAD_DIM)
         self.parts = Parts()
         self.attention: list[Attention] = []
-        self.ffns: dict[Ffn, None] = {}
+        self.ffns = Ffns()
         self.stage = "decoder"
         off = family.window in ("switched", "types") and not keys.flag("use_sliding_window")
         self.window = None if off or keys.get("sliding_window") is None else keys.integer("sliding_window")
@@ -249,12 +249,12 @@ class Decoder:
         e, keys, matrices = self.family.experts, self.keys, 3 if self.family.gated else 2
         bias = keys.flag(self.family.mlp_bias)  # of dense FFNs and shared experts
         if e is None or self.is_dense(e, index):
-            self.ffns[Ffn(self.hidden, self.width(), matrices)] = None
+            self.ffns.add(Ffn(self.hidden, self.width(), matrices), index)
             self.ffn(p, self.width(), bias)
             return
         count, width = keys.integer(e.count), keys.integer(e.width)
         top_k = keys.integer("num_experts_per_tok", high=count)
-        self.ffns[Ffn(self.hidden, width, matrices, count, top_k)] = None
+        self.ffns.add(Ffn(self.hidden, width, matrices, count, top_k), index)
         self.matrix(p + "gate", "router", count, self.hidden, e.bias, role="router")
         if e.correction:
             self.vector(p + "gate.e_score_correction_bias", "router", count)
@@ -346,7 +346,7 @@ class Decoder:
             kind="decoder",
             parts=self.parts.result(),
             attention=merged(self.attention),
-            ffns=tuple(self.ffns),
+            ffns=self.ffns.result(),
             max_context=longest,
             stored=stored,
         )

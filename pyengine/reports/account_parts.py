@@ -159,13 +159,29 @@ class Attention:
 
 @dataclass(frozen=True)
 class Ffn:
-    """What --explain says of the widths: hidden d, intermediate, matrices (3 where gated), whether one of experts."""
+    """A kind of FFN: hidden d, intermediate, matrices (3 where gated), whether one of experts, and where it is."""
 
     hidden: int
     intermediate: int
     matrices: int
     experts: int = 0
     top_k: int = 0
+    first: int = 0  # layers that have it
+    last: int = 0
+
+
+class Ffns:
+    """The kinds that layers have, each once."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Ffn, tuple[int, int]] = {}
+
+    def add(self, ffn: Ffn, layer: int) -> None:
+        first, last = self.seen.get(ffn, (layer, layer))
+        self.seen[ffn] = min(first, layer), max(last, layer)
+
+    def result(self) -> tuple[Ffn, ...]:
+        return tuple(replace(ffn, first=first, last=last) for ffn, (first, last) in self.seen.items())
 
 
 @dataclass(frozen=True)

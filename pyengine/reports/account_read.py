@@ -20,7 +20,7 @@ from pyengine.families import FAMILIES
 from pyengine.reports.account_encoders import BUILDERS
 from pyengine.reports.account_families import FAMILIES as SHAPES
 from pyengine.reports.account_families import Decoder
-from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Part, Parts, merged
+from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Ffns, Part, Parts, merged
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 from pyengine.tensors import INERT as INERT_TENSORS
@@ -107,11 +107,12 @@ def _text_notes(config: ConfigValues) -> tuple[str, ...]:
 
 def of_spec(spec: ModelSpec, stored: str | None, notes: tuple[str, ...] = ()) -> Anatomy:
     """Every tensor that the loader expects, and the layers of multi-token prediction that it skips."""
-    parts = Parts()
+    parts, ffns = Parts(), Ffns()
     for name, shape in expected_tensors(replace(spec, layers=())).items():
         parts.add(_outer(name, shape, spec.tie_word_embeddings))
     for layer in spec.layers:
         _add_layer(parts, spec, layer, "decoder")
+        ffns.add(_ffn(layer.ffn, spec.hidden_size), layer.index)
     for _ in range(spec.mtp_layers):
         _add_mtp(parts, spec)
     return Anatomy(
@@ -120,7 +121,7 @@ def of_spec(spec: ModelSpec, stored: str | None, notes: tuple[str, ...] = ()) ->
         kind="decoder",
         parts=parts.result(),
         attention=merged(_attention(layer.attention) for layer in spec.layers),
-        ffns=tuple(dict.fromkeys(_ffn(layer.ffn, spec.hidden_size) for layer in spec.layers)),
+        ffns=ffns.result(),
         max_context=spec.max_context,
         stored=stored,
         notes=(*notes, *spec.warnings),

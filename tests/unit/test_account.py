@@ -195,6 +195,8 @@ TINY = [
     "gpt2_gelu",
     "mixtral",
     "qwen2_moe",
+    "qwen2_moe_steps",
+    "qwen3_moe_dense_layer",
     "deepseek_v3_biases",
     "deepseek_v3_experts",
     "deepseek_v2_experts",
