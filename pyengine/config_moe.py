@@ -13,21 +13,20 @@ MAX_SIZE = 2**31 - 1
 def ffn_specs(config: ConfigValues, experts: Experts, dense: FFNSpec, count: int) -> list[FFNSpec | MoESpec]:
     """The FFN of each of `count` layers; `dense` is that of layers without experts.
 
+    Where it has biases a shared expert has them too; those that tokens are routed to have none.
     Errors: ModelFormatError for a value that is wrong, UnsupportedModelError for a method that is not implemented.
     """
     sparse = _sparse_layers(config, experts, count)
     if not any(sparse):
         return [dense] * count
-    if dense.bias:
-        raise config.unsupported("mlp_bias", True, "false where layers have experts")
     router = _router(config, experts)
     size = config.integer(experts.size_key, 1, MAX_SIZE)
     shared = None
     if experts.shared_count_key is not None:
         number = config.integer(experts.shared_count_key, 0, MAX_EXPERTS, 0)
-        shared = FFNSpec(size * number, dense.activation) if number else None
+        shared = FFNSpec(size * number, dense.activation, dense.bias) if number else None
     elif experts.shared_size_key is not None:
-        shared = FFNSpec(config.integer(experts.shared_size_key, 1, MAX_SIZE), dense.activation)
+        shared = FFNSpec(config.integer(experts.shared_size_key, 1, MAX_SIZE), dense.activation, dense.bias)
     moe = MoESpec(router, FFNSpec(size, dense.activation), shared, shared is not None and experts.shared_gate)
     return [moe if has else dense for has in sparse]
 

@@ -207,7 +207,8 @@ def emit_moe(b: Builder, layer: LayerSpec, f: MoESpec, w: LayerWeights, norm: in
         b.emit(OpKind.MOE_DOWN, Stage.FFN, i, input=d_in, output=branch, weight2=w.down, **common)
         b.leave(layer, branch, x, NONE, NONE, Stage.FFN)
     if f.shared is not None:
-        branch = emit_ffn(b, i, f.shared, f_in, w.shared_gate_up, w.shared_down, act_tap="shared_act")
+        biases = w.shared_gate_up_bias, w.shared_down_bias
+        branch = emit_ffn(b, i, f.shared, f_in, w.shared_gate_up, w.shared_down, *biases, act_tap="shared_act")
         if f.shared_gate:
             b.emit(OpKind.GATE, Stage.FFN, i, input=norm, output=branch, norm=w.shared_gate)
         b.leave(layer, branch, x, NONE, NONE, Stage.FFN)

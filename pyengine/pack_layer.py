@@ -69,6 +69,8 @@ class LayerWeights:
     router_bias: int = NONE
     shared_gate_up: int = NONE
     shared_down: int = NONE
+    shared_gate_up_bias: int = NONE
+    shared_down_bias: int = NONE
     shared_gate: int = NONE
     # of latent attention: to the latent of q and its norm, to q, to [latent | key] of k and v and the latent's norm;
     # by head from q to the latent's columns, and from the latent to v
@@ -154,6 +156,16 @@ def ffn_matrices(
     return gate_up, matrix(hidden, [(f"{name}.down_proj", 0, 1)], key + "down")
 
 
+def ffn_biases(
+    bias: Callable[[list[tuple[str, int, int]], int], int], f: FFNSpec, hidden: int, name: str
+) -> tuple[int, int]:
+    """Those of gate_up and down, by `bias` of pack_layer; NONE where there are none."""
+    if not f.bias:
+        return NONE, NONE
+    gate_up = bias(first_sides(f, name), (2 if f.gated else 1) * padded(f.intermediate_size))
+    return gate_up, bias([(f"{name}.down_proj", 0, 1)], hidden)
+
+
 def pack_layer(
     packer: Packer, layer: LayerSpec, raw: Raw, fmt: PackedFormat, importance: Importance, *, experts: bool = True
 ) -> LayerWeights:
@@ -220,13 +232,12 @@ def pack_layer(
         w.o_bias = bias(o, hidden)
     if isinstance(f, FFNSpec):
         w.gate_up, w.down = ffn_matrices(matrix, f, hidden, "mlp")
-        if f.bias:
-            w.gate_up_bias = bias(first_sides(f, "mlp"), (2 if f.gated else 1) * padded(f.intermediate_size))
-            w.down_bias = bias([("mlp.down_proj", 0, 1)], hidden)
+        w.gate_up_bias, w.down_bias = ffn_biases(bias, f, hidden, "mlp")
         return w
     pack_router(packer, f, raw, prefix, w)
     if f.shared is not None:
         w.shared_gate_up, w.shared_down = ffn_matrices(matrix, f.shared, hidden, "mlp.shared_expert", "shared_")
+        w.shared_gate_up_bias, w.shared_down_bias = ffn_biases(bias, f.shared, hidden, "mlp.shared_expert")
     if experts:
         count, inter = f.router.num_experts, f.expert.intermediate_size
         w.gate_up = packer.create(fmt, 2 * count * padded(inter), hidden)

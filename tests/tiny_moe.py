@@ -70,8 +70,10 @@ def deepseek_experts(config: Config, tensors: dict[str, np.ndarray], rng: np.ran
     out = {name: values for name, values in tensors.items() if not name.startswith(tuple(layers))}
     count, hidden, inter = config["n_routed_experts"], config["hidden_size"], config["moe_intermediate_size"]
 
-    def linear(name: str, rows: int, cols: int, size: float = 1.0) -> None:
+    def linear(name: str, rows: int, cols: int, size: float = 1.0, bias: bool = False) -> None:
         out[name + ".weight"] = (size * rng.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        if bias:
+            out[name + ".bias"] = rng.standard_normal(rows).astype(np.float32)
 
     for p in layers:
         linear(p + "gate", count, hidden, size=3.0)
@@ -80,7 +82,7 @@ def deepseek_experts(config: Config, tensors: dict[str, np.ndarray], rng: np.ran
         ffns = {f"experts.{e}.": inter for e in range(count)}
         for name, width in {**ffns, "shared_experts.": inter * config["n_shared_experts"]}.items():
             for side, (rows, cols) in {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}.items():
-                linear(f"{p}{name}{side}_proj", rows, cols)
+                linear(f"{p}{name}{side}_proj", rows, cols, bias=name[0] == "s" and config.get("mlp_bias", False))
     return out
 
 

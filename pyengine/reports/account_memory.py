@@ -94,7 +94,7 @@ def activation_bytes(anatomy: Anatomy, integer: bool, threads: int) -> int:
     else:
         per_token += floats(max((a.heads * a.k_dim + a.kv_heads * (a.k_cached + a.v_cached) for a in seen), default=0))
     per_token += floats(attended) + (int8s(attended) if integer else 0)
-    shared = sum(read(p.rows) for p in anatomy.main if re.search(r"shared_experts?\.up_proj", p.name))
+    shared = sum(read(p.rows) for p in anatomy.main if re.search(r"shared_experts?\.up_proj\.weight", p.name))
     gate = "shared_expert_gate" in modules
     per_token += most_alive(ffn_buffers(anatomy.ffns, floats, read, shared, gate=gate, integer=integer))
     if {"post_feedforward_layernorm", "post_mlp_layernorm"} & set(modules):

@@ -379,6 +379,7 @@ CONFIGS: dict[str, Config] = {
     "deepseek_v3_not_normalised": {**DEEPSEEK_V3, **V3_EXPERTS, "norm_topk_prob": False, "n_shared_experts": 2},
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v2_experts": {**DEEPSEEK_V2, **V2_LITE_EXPERTS},
+    "deepseek_v2_biases": {**DEEPSEEK_V2, **V2_LITE_EXPERTS, "attention_bias": True, "mlp_bias": True},
     "deepseek_v2_groups": {**DEEPSEEK_V2, **V2_EXPERTS, "q_lora_rank": 40},
     "deepseek_v2_yarn": rope_v4({**DEEPSEEK_V2, **LONG}, **YARN, mscale=0.707, mscale_all_dim=0.707),
     # RoPE types, both spellings

@@ -84,6 +84,8 @@ set_attention("scale of the first part of q", *MLA, scale=16**-0.5)
 set_attention("scale of the cache's row", "deepseek_v3", scale=40**-0.5)
 for part in ("q_a_proj", "kv_a_proj_with_mqa"):
     fill(f"{part} bias dropped", f"{part}.bias", 0.0, "deepseek_v3_biases")
+for part in ("gate_proj", "up_proj", "down_proj"):
+    fill(f"{part} bias of shared experts dropped", f"shared_expert.{part}.bias", 0.0, "deepseek_v2_biases")
 fill("norm of q's latent dropped", "q_a_layernorm.weight", 1.0, "deepseek_v3")
 fill("norm of the latent dropped", "kv_a_layernorm.weight", 1.0, "deepseek_v3", "deepseek_v2")
 

@@ -200,9 +200,6 @@ ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
     "latent-experts-top-k": (
         "deepseek_v3", {**ROUTED, **V2, "num_experts_per_tok": None}, BAD, ("num_experts_per_tok", "missing")
     ),
-    "latent-experts-mlp-bias": (
-        "deepseek_v3", {**ROUTED, **V2, "mlp_bias": True}, UNSUPPORTED, key("mlp_bias", "True")
-    ),
     "latent-elsewhere": ("llama", {"kv_lora_rank": 16}, UNSUPPORTED, key("kv_lora_rank", "16")),
     "fp8-fmt": (
         "deepseek_v3", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, UNSUPPORTED,

@@ -200,6 +200,7 @@ TINY = [
     "deepseek_v3_biases",
     "deepseek_v3_experts",
     "deepseek_v2_experts",
+    "deepseek_v2_biases",
 ]
 
 
