@@ -15,7 +15,8 @@ import numpy.typing as npt
 from pyengine import rope
 from pyengine._core import KV_BLOCK, Backend, Format, KvDtype
 from pyengine.checkpoint import Checkpoint
-from pyengine.decoder import Hooks, KvLayout, build_expert, build_layer, taps_of
+from pyengine.decoder import KvLayout, build_expert, build_layer
+from pyengine.hooks import Hooks, taps_of
 from pyengine.pack_layer import Importance, LayerWeights, Raw, pack_expert, pack_layer
 from pyengine.packer import Packer, TensorDesc, padded
 from pyengine.quantize import PackedFormat

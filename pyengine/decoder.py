@@ -6,16 +6,18 @@ between others: where it looks at something that fusion would hide, the ops arou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyengine._core import Activation, Backend, Format, GroupScore, Norm, OpKind, Program, Scoring, Stage
 from pyengine.emit_latent import emit_latent_attention
 from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.fuse import fuse
+from pyengine.hooks import NEVER, Hooks, check_hooks
 from pyengine.pack_layer import NONE, LayerWeights, QkvLayout
 from pyengine.packer import padded
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, RopeSpec, RouterSpec
@@ -23,9 +25,7 @@ from pyengine.weights import ModelWeights
 
 Op = dict[str, Any]  # the fields of pe_op (csrc/include/pyengine.h)
 
-TAPS = ("attn_norm", "attention", "ffn_norm", "act", "hidden")
 NORMS = {"rms": Norm.RMS_NORM, "layer": Norm.LAYER_NORM}
-LATENT_TAPS = ("q_latent",)  # what q_b_proj reads: layers of latent attention with a q_lora_rank have it
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
@@ -34,19 +34,6 @@ ACTIVATIONS = {
 }
 SCORINGS = {"softmax": Scoring.SOFTMAX, "sigmoid": Scoring.SIGMOID}
 GROUP_SCORES = {"max": GroupScore.MAX, "top2_sum": GroupScore.TOP2_SUM}
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What a program shows and leaves out.
-
-    taps: (layer, name) pairs, name one of TAPS as in reference.py. ffn_skip: layers whose FFN adds nothing.
-    neuron_mask: layer -> indices of the FFN's neurons held at zero.
-    """
-
-    taps: tuple[tuple[int, str], ...] = ()
-    ffn_skip: frozenset[int] = frozenset()
-    neuron_mask: Mapping[int, Collection[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,10 +115,23 @@ class Builder:
             return
         keep = np.ones(width, np.float32)
         keep[list(neurons)] = 0
-        tensor = self.backend.tensor_create(int(Format.VECTOR_F32), 1, width, 0)
+        self.emit(OpKind.MASK_COLUMNS, Stage.FFN, layer, output=buffer, norm=self.mask_vector(keep))
+
+    def mask_vector(self, values: npt.NDArray[np.float32]) -> int:
+        """A tensor that the program alone keeps."""
+        tensor = self.backend.tensor_create(int(Format.VECTOR_F32), 1, len(values), 0)
         self.masks.append(tensor)
-        self.backend.tensor_pack(tensor, keep, 0, 1, None)
-        self.emit(OpKind.MASK_COLUMNS, Stage.FFN, layer, output=buffer, norm=tensor)
+        self.backend.tensor_pack(tensor, values, 0, 1, None)
+        return tensor
+
+    def router_bias(self, layer: int, experts: int, bias: int) -> int:
+        """What is added to the scores for the choice: the layer's own bias, or NONE; far less for masked experts."""
+        masked = self.hooks.expert_mask.get(layer)
+        if not masked:
+            return bias
+        values = np.zeros(experts, np.float32) if bias == NONE else self.backend.tensor_dequantize(bias)[0]
+        values[list(masked)] = NEVER
+        return self.mask_vector(values)
 
 
 def emit_ffn(
@@ -188,7 +188,7 @@ def emit_moe(b: Builder, layer: LayerSpec, f: MoESpec, w: LayerWeights, norm: in
     if layer.norm_after:
         raise UnsupportedModelError(f"layer {i}: a norm after experts; expected none")
     routing, scores = b.buffer("routing", 2 * r.top_k), b.buffer("scores", r.num_experts)
-    ids = {"weight": w.router, "bias": w.router_bias}
+    ids = {"weight": w.router, "bias": b.router_bias(i, r.num_experts, w.router_bias)}
     b.emit(OpKind.ROUTER, Stage.ROUTER, i, input=norm, output=routing, scratch=scores, **ids, **router_fields(r))
     b.tap(i, "routing", routing, Stage.ROUTER)
     f_in = b.quantized(norm, "norm", Stage.NORM, i)
@@ -272,40 +272,6 @@ class BuiltProgram:
     max_batch_tokens: int
     max_sequences: int
     buffers: list[tuple[bool, int, int]] = field(default_factory=list)  # (quantized, width, rows of a token) by id
-
-
-def taps_of(layer: LayerSpec) -> tuple[str, ...]:
-    """Names of what a program can show of a layer. "act" of experts is [T, top_k * intermediate], by slot."""
-    a, f = layer.attention, layer.ffn
-    names = TAPS + (LATENT_TAPS if isinstance(a, MLASpec) and a.q_lora_rank is not None else ())
-    shared = isinstance(f, MoESpec) and f.shared is not None
-    return names + (("routing",) if isinstance(f, MoESpec) else ()) + (("shared_act",) if shared else ())
-
-
-def check_hooks(spec: ModelSpec, hooks: Hooks) -> None:
-    """RequestError for a layer, tap or neuron that is not there, or a tap named twice."""
-    layers = range(spec.num_layers)
-    if len(set(hooks.taps)) < len(hooks.taps):
-        raise RequestError(f"taps {hooks.taps!r}; expected each once")
-    for layer, name in hooks.taps:
-        names = taps_of(spec.layers[layer]) if layer in layers else TAPS
-        if layer not in layers or name not in names:
-            raise RequestError(
-                f"tap {name!r} of layer {layer}; expected layers 0 to {len(layers) - 1}, {', '.join(names)}"
-            )
-        if layer in hooks.ffn_skip and name in ("ffn_norm", "act", "routing", "shared_act"):
-            raise RequestError(f"tap {name!r} of layer {layer}, whose FFN is skipped; expected one that exists")
-    for layer in [*hooks.ffn_skip, *hooks.neuron_mask]:
-        if layer not in layers:
-            raise RequestError(f"layer {layer}; expected 0 to {len(layers) - 1}")
-    for layer, neurons in hooks.neuron_mask.items():
-        ffn = spec.layers[layer].ffn
-        if isinstance(ffn, MoESpec):
-            raise RequestError(f"neurons of layer {layer}, which has experts; expected a layer of one FFN")
-        size = ffn.intermediate_size
-        bad = [n for n in neurons if not isinstance(n, (int, np.integer)) or not 0 <= n < size]
-        if bad:
-            raise RequestError(f"neuron {bad[0]} of layer {layer}; expected 0 to {size - 1}")
 
 
 def build(

@@ -23,10 +23,11 @@ from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
 from pyengine.chat import ChatRequests
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.decoder import BuiltProgram, Hooks, KvLayout, build
+from pyengine.decoder import BuiltProgram, KvLayout, build
 from pyengine.engine_reports import EngineReports
 from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
 from pyengine.generate import GenerationResult, GenerationStream
+from pyengine.hooks import Hooks
 from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.routing import RoutingCounts, UInt64, by_layer

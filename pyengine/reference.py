@@ -21,6 +21,7 @@ from pyengine.balance import key_factors
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError
+from pyengine.hooks import NEVER, Hooks, check_hooks
 from pyengine.reference_latent import latent_qkv
 from pyengine.spec import FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, NormSpec
 from pyengine.tensors import CanonicalTensors, check_tensors
@@ -218,6 +219,7 @@ class ReferenceModel:
         taps: dict[str, list[Array]] | None = None,
         ffn_skip: Collection[int] = (),
         neuron_mask: Mapping[int, Sequence[int] | Array] | None = None,
+        expert_mask: Mapping[int, Sequence[int] | Array] | None = None,
     ) -> Array:
         """Logits [T, vocab_size] of the tokens `ids` [T] at positions start, start + 1, ...
 
@@ -227,11 +229,13 @@ class ReferenceModel:
             or "act": its entry is an array of zero rows.
         ffn_skip: layers whose FFN adds nothing.
         neuron_mask: layer -> indices of the FFN's neurons held at zero.
+        expert_mask: layer -> experts that no token goes to.
         Raises RequestError for an id outside the vocabulary, no ids, a start the cache does not match, or a hook on a
-        layer or neuron that is not there.
+        layer, neuron or expert that is not there.
         """
-        neuron_mask = neuron_mask or {}
-        self.check_hooks(ffn_skip, neuron_mask)
+        masks: dict[int, Sequence[int] | Array] = {**(neuron_mask or {}), **(expert_mask or {})}
+        hooks = Hooks((), frozenset(ffn_skip), neuron_mask or {}, expert_mask or {})
+        check_hooks(self.spec, hooks)
         ids = np.asarray(ids, dtype=np.int64)
         if ids.ndim != 1 or ids.size == 0 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
             raise RequestError(f"token ids {ids.shape}: expected a non-empty list of 0 .. {self.spec.vocab_size - 1}")
@@ -248,25 +252,12 @@ class ReferenceModel:
                 )
             x = x + self.weight("model.embed_positions.weight")[start : start + len(ids)]
         for layer in self.spec.layers:
-            x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, neuron_mask.get(layer.index))
+            x = self.layer(x, layer, start, cache, taps, layer.index in ffn_skip, masks.get(layer.index))
         cache.length += len(ids)
         x = self.norm(x, "model.norm")
         logits = self.linear(x, "model.embed_tokens" if self.spec.tie_word_embeddings else "lm_head")
         logits /= self.dtype.type(self.spec.logits_scale)
         return capped(logits, self.spec.logits_softcap)
-
-    def check_hooks(self, ffn_skip: Collection[int], neuron_mask: Mapping[int, Sequence[int] | Array]) -> None:
-        for index in (*ffn_skip, *neuron_mask):
-            if not 0 <= index < self.spec.num_layers:
-                raise RequestError(f"layer {index}: expected 0 to {self.spec.num_layers - 1}")
-        for index, neurons in neuron_mask.items():
-            ffn = self.spec.layers[index].ffn
-            if isinstance(ffn, MoESpec):
-                raise RequestError(f"neurons of layer {index}, which has experts; expected a layer of one FFN")
-            size = ffn.intermediate_size
-            bad = [int(n) for n in neurons if not 0 <= n < size]
-            if bad:
-                raise RequestError(f"neuron {bad[0]} of layer {index}: expected 0 to {size - 1}")
 
     def layer(
         self,
@@ -316,13 +307,19 @@ class ReferenceModel:
         seen: dict[str, Array],
         masked: Sequence[int] | Array | None = None,
     ) -> Array:
-        """The FFN's branch [T, hidden_size]; `seen` gets "act" [T, intermediate_size], of experts the chosen ones'."""
+        """The FFN's branch [T, hidden_size]; `seen` gets "act" [T, intermediate_size], of experts the chosen ones'.
+
+        masked: neurons held at zero, or experts that no token goes to.
+        """
         if isinstance(spec, FFNSpec):
             seen["act"] = self.activated(x, spec, prefix)
             if masked is not None:
                 seen["act"][:, np.asarray(masked, dtype=np.int64)] = 0
             return self.linear(seen["act"], prefix + "down_proj", spec.bias)
         bias = self.weight(prefix + "gate.e_score_correction_bias") if spec.router.selection_bias else None
+        if masked is not None:
+            bias = np.zeros(spec.router.num_experts, x.dtype) if bias is None else bias.copy()
+            bias[np.asarray(masked, dtype=np.int64)] = NEVER
         ids, weights = reference_moe.route(self.linear(x, prefix + "gate"), spec.router, bias)
         acts = np.zeros((*ids.shape, spec.expert.intermediate_size), x.dtype)
 

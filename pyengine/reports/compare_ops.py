@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from pyengine import kernels
 from pyengine._core import Format, Norm, OpKind, Program
-from pyengine.decoder import BuiltProgram, Hooks, Op
+from pyengine.decoder import BuiltProgram, Op
+from pyengine.hooks import Hooks
 from pyengine.pack_layer import NONE, LayerWeights
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kernel_cases import Array, Unpacked, quantize_activations
 
 import pyengine
 from pyengine import reference_moe
-from pyengine.decoder import Hooks
+from pyengine.hooks import Hooks
 from pyengine.reference import ReferenceModel, load_reference
 from pyengine.spec import ModelSpec, MoESpec, RouterSpec
 

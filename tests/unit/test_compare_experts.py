@@ -17,7 +17,7 @@ from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
 from pyengine import kernels
-from pyengine.decoder import Hooks
+from pyengine.hooks import Hooks
 from pyengine.reports import compare_ops, compare_units
 from pyengine.reports.compare import TextSource
 from pyengine.reports.compare_baseline import Options, Side

@@ -20,8 +20,8 @@ from tiny_tokenizers import write as write_tokenizer
 import pyengine
 from pyengine import kernels
 from pyengine.cli.main import main
-from pyengine.decoder import Hooks
 from pyengine.errors import RequestError, ResourceError, TokenizerError
+from pyengine.hooks import Hooks
 from pyengine.reports import compare_baseline, compare_layers, compare_models, compare_ops
 from pyengine.reports.compare import TextSource
 from pyengine.reports.compare_baseline import Options, Side

@@ -12,7 +12,7 @@ from compare import assert_close, assert_same_bits
 from golden.golden_cases import CONFIGS
 
 import pyengine
-from pyengine.decoder import TAPS, Hooks
+from pyengine.hooks import TAPS, Hooks
 from pyengine.reference import load_reference
 
 IDS = np.random.default_rng(5).integers(0, 97, 40).tolist()

@@ -19,8 +19,8 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
-from pyengine.decoder import Hooks
 from pyengine.families import FAMILIES, Experts
+from pyengine.hooks import Hooks
 from pyengine.pack_layer import read_expert, read_layer
 from pyengine.quantize import choose
 from pyengine.reference import load_reference
@@ -268,3 +268,57 @@ def test_nan_in_the_router_names_the_layer(tmp_path: Path) -> None:
         pytest.raises(pyengine.ComputeError, match=r"NaN or Inf in the router of layer 1 at position \d+"),
     ):
         one.logits(IDS)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe_dense_layer", "deepseek_v3_experts"])
+def test_masked_experts_are_the_references(tmp_path: Path, case: str) -> None:
+    """Softmax over the chosen or over all, sigmoid with groups and a bias: nobody goes to them, others keep weights."""
+    write_tiny_model(tmp_path, CONFIGS[case], seed=6)
+    reference, layer = load_reference(tmp_path), 1 if case in ("mixtral", "qwen2_moe") else 2
+    masked = {layer: [3] if case == "deepseek_v3_experts" else [0, 5]}
+    with pyengine.load(tmp_path, quant="f32", threads=2) as one:
+        plain = one.logits(IDS)
+        program = one.build(hooks=Hooks(expert_mask=masked, taps=((layer, "routing"),)))
+        taps: dict[tuple[int, str], np.ndarray] = {}
+        logits = one.logits(IDS, program=program, taps=taps)
+        assert_close(logits, reference.forward(IDS, expert_mask=masked), 1e-4, "masked")
+        assert np.abs(logits - plain).max() > 1e-2
+        top_k = taps[layer, "routing"].shape[1] // 2
+        assert not np.isin(taps[layer, "routing"][:, top_k:], masked[layer]).any()
+        for fused, chunk in ((False, None), (True, 1), (False, 7)):
+            program = one.build(hooks=Hooks(expert_mask=masked), fused=fused)
+            assert_same_bits(one.logits(IDS, program=program, chunk=chunk), logits, f"fused {fused}, chunk {chunk}")
+        assert_same_bits(one.logits(IDS), plain, "the engine's own program")
+
+
+def test_masking_what_nobody_chose_changes_no_bit(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, CONFIGS["deepseek_v2_groups"])
+    with pyengine.load(tmp_path, quant="int8", calibration=False) as one:
+        ids = IDS[:3]
+        plain = one.logits(ids)
+        idle = {layer: np.flatnonzero(counts == 0).tolist()[:2] for layer, counts in one.routing().items()}
+        assert all(idle.values())
+        assert_same_bits(one.logits(ids, program=one.build(hooks=Hooks(expert_mask=idle))), plain, "idle experts")
+
+
+@pytest.mark.parametrize(
+    ("case", "mask", "says"),
+    [
+        ("qwen3_moe", {0: [8]}, "expert 8 of layer 0; expected 0 to 7"),
+        ("qwen3_moe", {0: [-1]}, "expert -1 of layer 0"),
+        ("qwen3_moe", {0: [0.5]}, "expert 0.5 of layer 0"),
+        ("qwen3_moe", {2: [0]}, "layer 2; expected 0 to 1"),
+        ("qwen3_moe", {1: range(6)}, "layer 1 keeps 2 experts; expected at least 3"),
+        ("qwen3_moe_dense_layer", {1: [0]}, "experts of layer 1, which has none"),
+        ("deepseek_v3_experts", {1: [0, 2]}, "layer 1 keeps 2 experts in some 2 of 4 groups; expected at least 3"),
+    ],
+)
+def test_masks_of_experts_that_cannot_be_are_refused(tmp_path: Path, case: str, mask: Any, says: str) -> None:
+    write_tiny_model(tmp_path, CONFIGS[case])
+    with (
+        pyengine.load(tmp_path, quant="f32") as one,
+        pytest.raises(pyengine.RequestError, match=says),
+    ):
+        one.build(hooks=Hooks(expert_mask=mask))
+    with pytest.raises(pyengine.RequestError, match=says):
+        load_reference(tmp_path).forward(IDS, expert_mask=mask)
