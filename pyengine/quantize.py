@@ -16,7 +16,7 @@ INT4_SCHEMES = ("minimum", "symmetric")
 INT4_GROUPS = (32, 64, 128)
 INT8_GROUPS = (64,)
 QUANTIZER_VERSION = (
-    1  # of the integers that a matrix becomes, calibration included: cached weights of another are not used
+    2  # of the integers that a matrix becomes, calibration included: cached weights of another are not used
 )
 DEFAULT_GROUP = {"int8": 64, "int4": 32}
 

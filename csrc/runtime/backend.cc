@@ -1,8 +1,10 @@
 #include "runtime/backend.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <vector>
 
 #include "core/status.h"
 
@@ -15,6 +17,21 @@ auto& find(const List& list, int32_t id, const char* what) {
   if (id < 0 || static_cast<size_t>(id) >= list.size() || !list[static_cast<size_t>(id)])
     fail(PE_REQUEST, "%s %d does not exist", what, id);
   return *list[static_cast<size_t>(id)];
+}
+
+// [cols], 1 where none is given. Only the ratios inside a group matter: where its largest is so small or so large that
+// float32 would lose the products with squared weights, all are divided by it; where all are 0, they count the same.
+std::vector<float> importance_of(const Packed& t, const float* given) {
+  std::vector<float> h(static_cast<size_t>(t.cols), 1.0f);
+  if (!given) return h;
+  h.assign(given, given + t.cols);
+  for (int64_t k = 0; k < t.cols; k += t.group) {
+    const auto first = h.begin() + k, last = h.begin() + std::min<int64_t>(k + t.group, t.cols);
+    const float top = *std::max_element(first, last);
+    if (top >= 1e-30f && top <= 1e30f) continue;
+    for (auto x = first; x != last; ++x) *x = top > 0.0f ? static_cast<float>(double{*x} / double{top}) : 1.0f;
+  }
+  return h;
 }
 
 int checked_threads(int threads) {
@@ -86,8 +103,8 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   int64_t bad_row = -1, bad_col = -1;
   const size_t scratch_bytes =
       (align_up(static_cast<size_t>(t.cols), 8) + 2 * static_cast<size_t>(t.groups)) * kPanel * sizeof(float);
-  std::vector<float> ones;
-  if (is_integer(t.format) && !a.importance) ones.assign(static_cast<size_t>(t.cols), 1.0f);
+  std::vector<float> importance;
+  if (is_integer(t.format)) importance = importance_of(t, a.importance);
   Memory scratch(scratch_bytes * static_cast<size_t>(team.size()));
   team.run([&](int thread) {
     PackArgs p{};
@@ -95,7 +112,7 @@ void pe_backend::pack(int32_t id, const pe_pack_args& a) {
     p.source = a.source;
     p.source_dtype = a.source_dtype;
     p.source_rows = a.rows;
-    p.importance = a.importance ? a.importance : ones.data();
+    p.importance = importance.data();
     p.scratch = reinterpret_cast<float*>(scratch.data() + scratch_bytes * static_cast<size_t>(thread));
     for (int64_t i; (i = next.fetch_add(1)) < units;) {
       p.first_row = i * kPanel;
