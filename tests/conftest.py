@@ -1,4 +1,4 @@
-"""Shared by all tests: a clean environment, and a summary of which ISAs ran."""
+"""Shared by all tests: a clean environment, and summaries: which ISAs ran, which cases of the lists have a test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from case_ids import summary
 
 from pyengine import _core, weights_cache
 
@@ -28,7 +29,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line per ISA: how many tests named it, or that this CPU lacks it."""
+    """A line per ISA: how many tests named it, or that this CPU lacks it. A line per section of the case lists."""
     passed: Counter[str] = Counter()
     for report in terminalreporter.stats.get("passed", []):
         parameters = re.search(r"\[(.*)\]", report.nodeid)
@@ -38,3 +39,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for entry in _core.isas():
         state = f"{passed[entry['name']]} tests passed" if entry["available"] else "not on this CPU"
         terminalreporter.write_line(f"{entry['name']}: {state}")
+    terminalreporter.section("cases")
+    for line in summary():
+        terminalreporter.write_line(line)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import shutil
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from builders import write_tiny_model
+from compare import assert_same_bits
 
+import pyengine
 from pyengine.errors import PyEngineError
 
 MAX_SECONDS = 0.05
@@ -41,8 +49,10 @@ def assert_refused(
 ) -> str:
     """`action` raises exactly `error`, its message holds all `texts`, one line, no control characters.
 
-    small: also within 50 ms of processor time (best of five) and 16 MiB of memory. Returns the message.
+    Nothing below `folder` changes, no file stays open, and a good model gives the bits it gave before. small: also
+    within 50 ms of processor time (best of five) and 16 MiB of memory. Returns the message.
     """
+    good = good_bits()
     before, files = listing(folder), open_files()
     tracemalloc.start()
     try:
@@ -59,6 +69,7 @@ def assert_refused(
     assert listing(folder) == before, "a file was written, changed or deleted"
     del caught
     assert open_files() == files, "a file was left open"
+    assert_same_bits(good_load(), good, "a good load after this one")
     if small:
         assert peak <= MAX_BYTES, f"{peak} bytes of memory to refuse a small file"
         assert best_seconds(action, error) <= MAX_SECONDS
@@ -75,3 +86,35 @@ def best_seconds(action: Callable[[], Any], error: type[PyEngineError]) -> float
         if best <= MAX_SECONDS:
             break
     return best
+
+
+GOOD = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 33,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@cache
+def good_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="pyengine-good-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return write_tiny_model(folder, GOOD)
+
+
+def good_load() -> np.ndarray:
+    """Logits of a small good model, loaded anew."""
+    with pyengine.load(good_folder(), threads=1, calibration=False, cache=False) as engine:
+        return engine.logits([1, 2, 3])
+
+
+@cache
+def good_bits() -> np.ndarray:
+    """The same, of the first load of this process."""
+    return good_load()

@@ -109,7 +109,7 @@ def test_engine(
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_engine_at_every_length_around_the_window(
+def test_report_c23_c26_c27_c29_engine_at_every_length_around_the_window(
     name: str, goldens: dict[str, Golden], engine_of: Callable[[str], pyengine.Engine]
 ) -> None:
     golden, engine = goldens[name], engine_of(name)
@@ -141,7 +141,7 @@ def test_both_config_spellings_are_one_model(
 
 
 @pytest.mark.parametrize("kind", SPELLINGS)
-def test_engine_gives_the_same_bits_for_both_spellings(
+def test_report_c07_c09_engine_gives_the_same_bits_for_both_spellings(
     kind: str, goldens: dict[str, Golden], engine_of: Callable[[str], pyengine.Engine]
 ) -> None:
     ids = goldens[f"{kind}_v4"].ids

@@ -305,7 +305,44 @@ def dynamic_of_the_whole_prompt(_model: ReferenceModel, patch: pytest.MonkeyPatc
     patch.setattr(reference.rope, "cos_sin", cos_sin)
 
 
-@pytest.mark.parametrize(("case", "what", "make_wrong"), VARIANTS, ids=[f"{c}: {w}" for c, w, _ in VARIANTS])
+# What users of other engines ran into, by the ids of robustness/case_ids.txt.
+REPORTED = {
+    "attention_factor ignored": "report-C05",
+    "embedding used as the head of an untied model": "report-B31",
+    "eps of another config": "report-C19",
+    "interleaved RoPE": "report-C17",
+    "mscale ignored": "report-C06",
+    "no sigmoid on the shared expert's gate": "report-D17",
+    "query heads dealt to KV heads in turn": "report-C20-C21",
+    "raw logits as weights": "report-D05",
+    "scale dropped": "report-D06",
+    "scale of hidden / heads": "report-C14-C15",
+    "scaling ignored": "report-C01",
+    "sigmoid scores": "report-D09",
+    "silu on up instead of gate": "report-A30",
+    "softmax over the chosen alone": "report-D03-D04",
+    "softmax scores": "report-D09",
+    "theta 10000": "report-C10-C39",
+    "weights normalised": "report-D07",
+    "weights not normalised": "report-D01-D07",
+    "weights with the selection bias in them": "report-D09",
+    "window ignored": "report-C30",
+    "window in every layer": "report-C31",
+    "window on the first layers instead of the last": "report-C31",
+    "window one too narrow": "report-C25",
+    "window one too wide": "report-C23-C24",
+}
+
+
+def test_reported_variants_are_there() -> None:
+    assert set(REPORTED) <= {what for _, what, _ in VARIANTS}
+
+
+@pytest.mark.parametrize(
+    ("case", "what", "make_wrong"),
+    VARIANTS,
+    ids=[f"{REPORTED[w]}-{c}: {w}" if w in REPORTED else f"{c}: {w}" for c, w, _ in VARIANTS],
+)
 def test_wrong_variant_differs(
     case: str, what: str, make_wrong: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

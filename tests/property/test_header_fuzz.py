@@ -138,7 +138,7 @@ def test_header_with_pieces_cut_out_and_put_in(data: st.DataObject) -> None:
     ),
     st.integers(0, 40),
 )
-def test_any_numbers(entries: list[tuple[str, list[int], int, int]], size: int) -> None:
+def test_report_b27_any_numbers(entries: list[tuple[str, list[int], int, int]], size: int) -> None:
     header = {
         f"t{at}": {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         for at, (dtype, shape, begin, end) in enumerate(entries)

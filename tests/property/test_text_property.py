@@ -58,7 +58,7 @@ def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 @often
 @given(KINDS, TEXTS)
-def test_texts_come_back_through_the_stream(kind: str, text: str) -> None:
+def test_report_e09_texts_come_back_through_the_stream(kind: str, text: str) -> None:
     tokenizer, base = loaded(kind)
     ids = tokenizer.encode(text, parse_special=False)
     pieces = stream(tokenizer, ids)
@@ -132,7 +132,7 @@ TEMPLATES = {
 
 @often
 @given(KINDS, st.sampled_from(sorted(TEMPLATES)), st.lists(PIECES, min_size=1, max_size=3))
-def test_no_content_makes_a_special_token(kind: str, name: str, contents: list[str]) -> None:
+def test_malformed_e35_report_e17_no_content_makes_a_special_token(kind: str, name: str, contents: list[str]) -> None:
     tokenizer, _ = loaded(kind)
     template = ChatTemplate(TEMPLATES[name], "t", tokenizer)
     messages = [{"role": "user", "content": content} for content in contents]

@@ -20,21 +20,21 @@ from pyengine.families import FAMILIES
 # ---- D01, D02: the file as JSON ---------------------------------------------------------------------------------
 
 FILES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
-    "D01-empty": ("", ("empty",)),
-    "D01-not-json": ("hidden_size: 64", ("not JSON", "at byte 0")),
-    "D01-cut-short": (json.dumps(LLAMA)[:-9], ("not JSON", "at byte")),
-    "D01-root-list": ("[]", ("root is list",)),
-    "D01-root-null": ("null", ("root is NoneType",)),
-    "D01-bom": (b"\xef\xbb\xbf" + json.dumps(LLAMA).encode(), ("BOM not allowed",)),
-    "D01-latin-1": ('{"a":"é"}'.encode("latin-1"), ("not UTF-8 at byte 6",)),
-    "D01-17-mib": (b" " * (17 << 20), ("17825792 bytes", "16777216")),
-    "D01-nan": (json.dumps({**LLAMA, "rms_norm_eps": float("nan")}), ("literal NaN",)),
-    "D01-infinity": (json.dumps({**LLAMA, "rope_theta": float("inf")}), ("literal Infinity",)),
-    "D01-minus-infinity": (json.dumps({**LLAMA, "rope_theta": float("-inf")}), ("literal -Infinity",)),
-    "D02": ('{"hidden_size":48,"hidden_size":64}', ("duplicate key 'hidden_size'",)),
-    "D02-inside": ('{"rope_scaling":{"factor":1,"factor":2}}', ("duplicate key 'factor' in 'rope_scaling'",)),
-    "D15-1e400": (json.dumps(LLAMA).replace("10000.0", "1e400"), ("1e400 is out of range",)),
-    "D19-factor-nan": (json.dumps({**LLAMA, **scaling("linear", factor=float("nan"))}), ("literal NaN",)),
+    "malformed-D01-empty": ("", ("empty",)),
+    "malformed-D01-not-json": ("hidden_size: 64", ("not JSON", "at byte 0")),
+    "malformed-D01-cut-short": (json.dumps(LLAMA)[:-9], ("not JSON", "at byte")),
+    "malformed-D01-root-list": ("[]", ("root is list",)),
+    "malformed-D01-root-null": ("null", ("root is NoneType",)),
+    "malformed-D01-bom": (b"\xef\xbb\xbf" + json.dumps(LLAMA).encode(), ("BOM not allowed",)),
+    "malformed-D01-latin-1": ('{"a":"é"}'.encode("latin-1"), ("not UTF-8 at byte 6",)),
+    "malformed-D01-17-mib": (b" " * (17 << 20), ("17825792 bytes", "16777216")),
+    "malformed-D01-nan": (json.dumps({**LLAMA, "rms_norm_eps": float("nan")}), ("literal NaN",)),
+    "malformed-D01-infinity": (json.dumps({**LLAMA, "rope_theta": float("inf")}), ("literal Infinity",)),
+    "malformed-D01-minus-infinity": (json.dumps({**LLAMA, "rope_theta": float("-inf")}), ("literal -Infinity",)),
+    "malformed-D02": ('{"hidden_size":48,"hidden_size":64}', ("duplicate key 'hidden_size'",)),
+    "malformed-D02-inside": ('{"rope_scaling":{"factor":1,"factor":2}}', ("duplicate key 'factor' in 'rope_scaling'",)),
+    "malformed-D15-1e400": (json.dumps(LLAMA).replace("10000.0", "1e400"), ("1e400 is out of range",)),
+    "malformed-D19-factor-nan": (json.dumps({**LLAMA, **scaling("linear", factor=float("nan"))}), ("literal NaN",)),
 }
 
 
@@ -44,7 +44,7 @@ def test_file_is_refused(row: str, tmp_path: Path, models: dict[str, Path]) -> N
     refused(write(tmp_path, content, models["llama"]), BAD, "config.json: ", *texts)
 
 
-def test_d01_missing(tmp_path: Path) -> None:
+def test_malformed_d01_missing(tmp_path: Path) -> None:
     refused(tmp_path, BAD, "config.json: no such file")
 
 
@@ -60,12 +60,12 @@ SIZES = (
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("text", BAD_SIZES)
-def test_d04_size(name: str, text: str, make: Callable[..., Path]) -> None:
+def test_malformed_d04_size(name: str, text: str, make: Callable[..., Path]) -> None:
     refused(make(**{name: BAD_SIZES[text]}), BAD, *key(name, text), "expected")
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"])
-def test_d04_size_is_missing(name: str, make: Callable[..., Path]) -> None:
+def test_malformed_d04_size_is_missing(name: str, make: Callable[..., Path]) -> None:
     refused(make(**{name: GONE}), BAD, "config.json: ", f"key '{name}' is missing")
 
 
@@ -74,91 +74,101 @@ ROUTED: Changes = {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_group":
 ROUTED |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 V2: Changes = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
 ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
-    "D03": ("llama", {"model_type": "rwkv"}, UNSUPPORTED, (*key("model_type", "rwkv"), "llama, mistral, qwen2, qwen3")),
-    "D03-architecture": (
+    "malformed-D03": (
+        "llama", {"model_type": "rwkv"}, UNSUPPORTED, (*key("model_type", "rwkv"), "llama, mistral, qwen2, qwen3")
+    ),
+    "malformed-D03-architecture": (
         "llama", {"architectures": ["RwkvForCausalLM"]}, UNSUPPORTED,
         (*key("architectures", "RwkvForCausalLM"), *FAMILIES),
     ),
-    "D03-no-architecture": (
+    "malformed-D03-no-architecture": (
         "llama", {"architectures": GONE, "model_type": "rwkv"}, UNSUPPORTED, ("config.json: ", "'rwkv'", *FAMILIES)
     ),
-    "D03-architectures-empty": ("llama", {"architectures": []}, BAD, key("architectures", "[]")),
-    "D03-architectures-number": ("llama", {"architectures": [7]}, BAD, key("architectures", "[7]")),
-    "D03-two-kinds": ("llama", {"model_type": "qwen2"}, UNSUPPORTED, key("model_type", "qwen2")),
-    "D08-heads-0": ("llama", {"num_attention_heads": 0}, BAD, key("num_attention_heads", "0")),
-    "D08": (
+    "malformed-D03-architectures-empty": ("llama", {"architectures": []}, BAD, key("architectures", "[]")),
+    "malformed-D03-architectures-number": ("llama", {"architectures": [7]}, BAD, key("architectures", "[7]")),
+    "malformed-D03-two-kinds": ("llama", {"model_type": "qwen2"}, UNSUPPORTED, key("model_type", "qwen2")),
+    "malformed-D08-heads-0": ("llama", {"num_attention_heads": 0}, BAD, key("num_attention_heads", "0")),
+    "malformed-D08": (
         "llama", {"hidden_size": 1792, "num_attention_heads": 24, "num_key_value_heads": 8}, BAD,
         (*key("hidden_size", "1792"), "divisible by num_attention_heads 24"),
     ),
-    "D09-more-than-heads": ("llama", {"num_key_value_heads": 12}, BAD, key("num_key_value_heads", "12")),
-    "D09-6-and-4": ("llama", {"num_key_value_heads": 4}, BAD, (*key("num_key_value_heads", "4"), "divisor")),
-    "D10-0": ("qwen3", {"head_dim": 0}, BAD, key("head_dim", "0")),
-    "D10-odd": ("qwen3", {"head_dim": 3}, BAD, (*key("head_dim", "3"), "even")),
-    "D10-odd-from-hidden": ("llama", {"hidden_size": 18}, BAD, (*key("head_dim", "3"), "even")),
-    "D10-negative": ("qwen3", {"head_dim": -16}, BAD, key("head_dim", "-16")),
-    "D10-2^20": ("qwen3", {"head_dim": 2**20}, BAD, key("head_dim", "1048576")),
-    "D14-0": ("llama", {"rms_norm_eps": 0}, BAD, key("rms_norm_eps", "0")),
-    "D14-negative": ("llama", {"rms_norm_eps": -1}, BAD, key("rms_norm_eps", "-1")),
-    "D14-text": ("llama", {"rms_norm_eps": "1e-6"}, BAD, key("rms_norm_eps", "1e-6")),
-    "D15-0": ("llama", {"rope_theta": 0}, BAD, key("rope_theta", "0")),
-    "D15-negative": ("llama", {"rope_theta": -1}, BAD, key("rope_theta", "-1")),
-    "D15-text": ("llama", {"rope_theta": "10000"}, BAD, key("rope_theta", "10000")),
-    "D15-true": ("llama", {"rope_theta": True}, BAD, key("rope_theta", "True")),
-    "D15-inside": (
+    "malformed-D09-more-than-heads": ("llama", {"num_key_value_heads": 12}, BAD, key("num_key_value_heads", "12")),
+    "malformed-D09-6-and-4": ("llama", {"num_key_value_heads": 4}, BAD, (*key("num_key_value_heads", "4"), "divisor")),
+    "malformed-D10-0": ("qwen3", {"head_dim": 0}, BAD, key("head_dim", "0")),
+    "malformed-D10-odd": ("qwen3", {"head_dim": 3}, BAD, (*key("head_dim", "3"), "even")),
+    "malformed-D10-odd-from-hidden": ("llama", {"hidden_size": 18}, BAD, (*key("head_dim", "3"), "even")),
+    "malformed-D10-negative": ("qwen3", {"head_dim": -16}, BAD, key("head_dim", "-16")),
+    "malformed-D10-2^20": ("qwen3", {"head_dim": 2**20}, BAD, key("head_dim", "1048576")),
+    "malformed-D14-0": ("llama", {"rms_norm_eps": 0}, BAD, key("rms_norm_eps", "0")),
+    "malformed-D14-negative": ("llama", {"rms_norm_eps": -1}, BAD, key("rms_norm_eps", "-1")),
+    "malformed-D14-text": ("llama", {"rms_norm_eps": "1e-6"}, BAD, key("rms_norm_eps", "1e-6")),
+    "malformed-D15-0": ("llama", {"rope_theta": 0}, BAD, key("rope_theta", "0")),
+    "malformed-D15-negative": ("llama", {"rope_theta": -1}, BAD, key("rope_theta", "-1")),
+    "malformed-D15-text": ("llama", {"rope_theta": "10000"}, BAD, key("rope_theta", "10000")),
+    "malformed-D15-true": ("llama", {"rope_theta": True}, BAD, key("rope_theta", "True")),
+    "malformed-D15-inside": (
         "llama", {"rope_theta": GONE, "rope_parameters": {"rope_type": "default", "rope_theta": 0}}, BAD,
         key("rope_parameters.rope_theta", "0"),
     ),
-    "D15-two-thetas": (
+    "malformed-D15-two-thetas": (
         "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, BAD,
         ("key 'rope_theta': 10000.0", "500000.0", "differ"),
     ),
-    "D16": (
+    "malformed-D16": (
         "llama", scaling("su", factor=2.0), UNSUPPORTED,
         (*key("rope_scaling.rope_type", "su"), "default, linear, dynamic, llama3, yarn"),
     ),
-    "D16-old-name": ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, UNSUPPORTED, ("rope_type': 'su'",)),
-    "D16-disagree": (
+    "malformed-D16-old-name": (
+        "llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, UNSUPPORTED, ("rope_type': 'su'",)
+    ),
+    "malformed-D16-disagree": (
         "llama", {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, BAD,
         ("type 'linear' and rope_type 'dynamic' differ",),
     ),
-    "D16-number": ("llama", scaling(3), BAD, key("rope_scaling.rope_type", "3")),
-    "D16-none": ("llama", {"rope_scaling": {"factor": 2.0}}, BAD, ("key 'rope_scaling'", "has no rope_type")),
-    "D16-text": ("llama", {"rope_scaling": "linear"}, BAD, key("rope_scaling", "linear")),
-    "D18": (
+    "malformed-D16-number": ("llama", scaling(3), BAD, key("rope_scaling.rope_type", "3")),
+    "malformed-D16-none": ("llama", {"rope_scaling": {"factor": 2.0}}, BAD, ("key 'rope_scaling'", "has no rope_type")),
+    "malformed-D16-text": ("llama", {"rope_scaling": "linear"}, BAD, key("rope_scaling", "linear")),
+    "malformed-D18": (
         "llama", scaling("llama3", **{**LLAMA3, "high_freq_factor": 1.0}), BAD,
         (*key("rope_scaling.high_freq_factor", "1.0"), "above low_freq_factor 1.0"),
     ),
-    "D18-missing": (
+    "malformed-D18-missing": (
         "llama", scaling("llama3", factor=8.0, high_freq_factor=4.0), BAD,
         ("key 'rope_scaling.low_freq_factor' is missing",),
     ),
-    "D19-factor-0": ("llama", scaling("linear", factor=0), BAD, key("rope_scaling.factor", "0")),
-    "D19-factor-negative": ("llama", scaling("yarn", factor=-2), BAD, key("rope_scaling.factor", "-2")),
-    "D19-factor-below-1": ("llama", scaling("dynamic", factor=0.5), BAD, key("rope_scaling.factor", "0.5")),
-    "D19-factor-missing": ("llama", scaling("yarn"), BAD, ("key 'rope_scaling.factor' is missing",)),
-    "D19-factor-text": ("llama", scaling("linear", factor="2"), BAD, key("rope_scaling.factor", "2")),
-    "D19-original-0": (
+    "malformed-D19-factor-0": ("llama", scaling("linear", factor=0), BAD, key("rope_scaling.factor", "0")),
+    "malformed-D19-factor-negative": ("llama", scaling("yarn", factor=-2), BAD, key("rope_scaling.factor", "-2")),
+    "malformed-D19-factor-below-1": ("llama", scaling("dynamic", factor=0.5), BAD, key("rope_scaling.factor", "0.5")),
+    "malformed-D19-factor-missing": ("llama", scaling("yarn"), BAD, ("key 'rope_scaling.factor' is missing",)),
+    "malformed-D19-factor-text": ("llama", scaling("linear", factor="2"), BAD, key("rope_scaling.factor", "2")),
+    "malformed-D19-original-0": (
         "llama", scaling("yarn", factor=2.0, original_max_position_embeddings=0), BAD,
         key("rope_scaling.original_max_position_embeddings", "0"),
     ),
-    "D19-betas": (
+    "malformed-D19-betas": (
         "llama", scaling("yarn", factor=2.0, beta_fast=1.0, beta_slow=32.0), BAD,
         (*key("rope_scaling.beta_fast", "1.0"), "beta_slow 32.0"),
     ),
-    "D19-beta-0": ("llama", scaling("yarn", factor=2.0, beta_slow=0), BAD, key("rope_scaling.beta_slow", "0")),
-    "D19-truncate": ("llama", scaling("yarn", factor=2.0, truncate=1), BAD, key("rope_scaling.truncate", "1")),
-    "D19-mscale": ("llama", scaling("yarn", factor=2.0, mscale=-1), BAD, key("rope_scaling.mscale", "-1")),
-    "D19-yarn-theta-1": ("llama", {**scaling("yarn", factor=2.0), "rope_theta": 1.0}, BAD, key("rope_theta", "1.0")),
-    "D19-unknown-parameter": (
+    "malformed-D19-beta-0": (
+        "llama", scaling("yarn", factor=2.0, beta_slow=0), BAD, key("rope_scaling.beta_slow", "0")
+    ),
+    "malformed-D19-truncate": (
+        "llama", scaling("yarn", factor=2.0, truncate=1), BAD, key("rope_scaling.truncate", "1")
+    ),
+    "malformed-D19-mscale": ("llama", scaling("yarn", factor=2.0, mscale=-1), BAD, key("rope_scaling.mscale", "-1")),
+    "malformed-D19-yarn-theta-1": (
+        "llama", {**scaling("yarn", factor=2.0), "rope_theta": 1.0}, BAD, key("rope_theta", "1.0")
+    ),
+    "malformed-D19-unknown-parameter": (
         "llama", scaling("yarn", factor=2.0, llama_4_scaling_beta=0.1), UNSUPPORTED,
         key("rope_scaling.llama_4_scaling_beta", "0.1"),
     ),
-    "D20": (
+    "malformed-D20": (
         "llama",
         {**scaling("linear", factor=2.0), "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, BAD,
         ("key 'rope_scaling'", "2.0", "key 'rope_parameters'", "4.0", "differ"),
     ),
-    "D21": (
+    "malformed-D21-report-C09": (
         "llama", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}}, UNSUPPORTED,
         (*key("rope_parameters", "full_attention"), "one set of parameters"),
     ),
@@ -214,49 +224,71 @@ ROWS: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
         key("quantization_config.weight_bits", "4"),
     ),
     "partial-rotary": ("llama", {"partial_rotary_factor": 0.5}, UNSUPPORTED, key("partial_rotary_factor", "0.5")),
-    "D22": ("llama", {"num_experts": 8, "num_experts_per_tok": 2}, UNSUPPORTED, key("num_experts", "8")),
-    "D25-0": ("mistral", {"sliding_window": 0}, BAD, key("sliding_window", "0")),
-    "D25-negative": ("mistral", {"sliding_window": -1}, BAD, key("sliding_window", "-1")),
-    "D25-text": ("mistral", {"sliding_window": "4096"}, BAD, key("sliding_window", "4096")),
-    "D25-not-in-llama": ("llama", {"sliding_window": 8}, UNSUPPORTED, (*key("sliding_window", "8"), "null")),
-    "D25-switch-text": ("qwen2", {"use_sliding_window": "yes"}, BAD, key("use_sliding_window", "yes")),
-    "D26-length": ("qwen2", {"layer_types": ["full_attention"]}, BAD, ("key 'layer_types'", "a list of 2")),
-    "D26-value": (
+    "malformed-D22": ("llama", {"num_experts": 8, "num_experts_per_tok": 2}, UNSUPPORTED, key("num_experts", "8")),
+    "malformed-D25-0": ("mistral", {"sliding_window": 0}, BAD, key("sliding_window", "0")),
+    "malformed-D25-negative": ("mistral", {"sliding_window": -1}, BAD, key("sliding_window", "-1")),
+    "malformed-D25-text": ("mistral", {"sliding_window": "4096"}, BAD, key("sliding_window", "4096")),
+    "malformed-D25-not-in-llama": ("llama", {"sliding_window": 8}, UNSUPPORTED, (*key("sliding_window", "8"), "null")),
+    "malformed-D25-switch-text": ("qwen2", {"use_sliding_window": "yes"}, BAD, key("use_sliding_window", "yes")),
+    "malformed-D26-length": ("qwen2", {"layer_types": ["full_attention"]}, BAD, ("key 'layer_types'", "a list of 2")),
+    "malformed-D26-value": (
         "qwen2", {"layer_types": ["full_attention", "linear_attention"]}, UNSUPPORTED,
         key("layer_types", "linear_attention"),
     ),
-    "D26-no-window": (
+    "malformed-D26-no-window": (
         "qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, BAD,
         (*key("layer_types", "sliding_attention"), "no sliding_window is in force"),
     ),
-    "D28": ("llama", {"hidden_act": "swish7"}, UNSUPPORTED, (*key("hidden_act", "swish7"), "silu")),
-    "D28-mish": ("llama", {"hidden_act": "mish"}, UNSUPPORTED, key("hidden_act", "mish")),
-    "D28-list": ("llama", {"hidden_act": ["silu"]}, BAD, ("key 'hidden_act'",)),
-    "D30-flag": ("llama", {"tie_word_embeddings": "no"}, BAD, key("tie_word_embeddings", "no")),
-    "D32": (
+    "malformed-D28": ("llama", {"hidden_act": "swish7"}, UNSUPPORTED, (*key("hidden_act", "swish7"), "silu")),
+    "malformed-D28-mish": ("llama", {"hidden_act": "mish"}, UNSUPPORTED, key("hidden_act", "mish")),
+    "malformed-D28-list": ("llama", {"hidden_act": ["silu"]}, BAD, ("key 'hidden_act'",)),
+    "malformed-D30-flag": ("llama", {"tie_word_embeddings": "no"}, BAD, key("tie_word_embeddings", "no")),
+    "malformed-D32": (
         "llama", {"quantization_config": {"quant_method": "foo", "bits": 4}}, UNSUPPORTED,
         key("quantization_config", "foo"),
     ),
-    "D32-gptq": (
+    "malformed-D32-gptq": (
         "llama", {"quantization_config": {"quant_method": "gptq", "bits": 3, "group_size": 7}}, UNSUPPORTED,
         key("quantization_config", "gptq"),
     ),
-    "D32-no-method": ("llama", {"quantization_config": {"bits": 4}}, UNSUPPORTED, ("key 'quantization_config'",)),
-    "D32-mlx": ("llama", {"quantization": {"bits": 4, "group_size": 64}}, UNSUPPORTED, ("key 'quantization'", "bits")),
-    "D36-changes-the-model": ("llama", {"final_softcapping": 50}, UNSUPPORTED, key("final_softcapping", "50")),
-    "D36-multiplier": ("llama", {"embedding_multiplier": 12.0}, UNSUPPORTED, ("key 'embedding_multiplier'",)),
-    "D36-text-config": ("llama", {"text_config": {"hidden_size": 8}}, UNSUPPORTED, ("key 'text_config'",)),
-    "D36-mrope": ("qwen2", {"use_mrope": True}, UNSUPPORTED, key("use_mrope", "True")),
-    "D36-odd-name": ("llama", {"x\n\x1b[2Jnorm": 1}, UNSUPPORTED, ("key 'x\\n\\x1b[2Jnorm'",)),
-    "D37-0": ("llama", {"max_position_embeddings": 0}, BAD, key("max_position_embeddings", "0")),
-    "D37-2^60": ("llama", {"max_position_embeddings": 2**60}, BAD, key("max_position_embeddings", str(2**60))),
-    "D38-none": ("llama", {"eos_token_id": []}, BAD, key("eos_token_id", "[]")),
-    "D38-text": ("llama", {"eos_token_id": ["2"]}, BAD, ("key 'eos_token_id'", "\"['2']\"".strip('"'))),
-    "D38-nested": ("llama", {"eos_token_id": [[2]]}, BAD, key("eos_token_id", "[[2]]")),
-    "D38-negative": ("llama", {"eos_token_id": -1}, BAD, key("eos_token_id", "-1")),
-    "D38-over": ("llama", {"eos_token_id": 61}, BAD, (*key("eos_token_id", "61"), "from 0 to 60")),
-    "D38-true": ("llama", {"eos_token_id": True}, BAD, key("eos_token_id", "True")),
-    "D38-bos": ("llama", {"bos_token_id": 61}, BAD, key("bos_token_id", "61")),
+    **{
+        f"malformed-D33-{size}": (
+            "llama", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": size}}, UNSUPPORTED,
+            key("quantization_config", "gptq"),
+        )
+        for size in (0, -1, 7, 512)
+    },
+    **{
+        f"malformed-D34-{bits}": (
+            "llama", {"quantization_config": {"quant_method": "awq", "bits": bits, "group_size": 32}}, UNSUPPORTED,
+            key("quantization_config", "awq"),
+        )
+        for bits in (3, 0, 16, "4")
+    },
+    "malformed-D32-no-method": (
+        "llama", {"quantization_config": {"bits": 4}}, UNSUPPORTED, ("key 'quantization_config'",)
+    ),
+    "malformed-D32-mlx": (
+        "llama", {"quantization": {"bits": 4, "group_size": 64}}, UNSUPPORTED, ("key 'quantization'", "bits")
+    ),
+    "malformed-D36-changes-the-model": (
+        "llama", {"final_softcapping": 50}, UNSUPPORTED, key("final_softcapping", "50")
+    ),
+    "malformed-D36-multiplier": ("llama", {"embedding_multiplier": 12.0}, UNSUPPORTED, ("key 'embedding_multiplier'",)),
+    "malformed-D36-text-config": ("llama", {"text_config": {"hidden_size": 8}}, UNSUPPORTED, ("key 'text_config'",)),
+    "malformed-D36-mrope": ("qwen2", {"use_mrope": True}, UNSUPPORTED, key("use_mrope", "True")),
+    "malformed-D36-odd-name": ("llama", {"x\n\x1b[2Jnorm": 1}, UNSUPPORTED, ("key 'x\\n\\x1b[2Jnorm'",)),
+    "malformed-D37-0": ("llama", {"max_position_embeddings": 0}, BAD, key("max_position_embeddings", "0")),
+    "malformed-D37-2^60": (
+        "llama", {"max_position_embeddings": 2**60}, BAD, key("max_position_embeddings", str(2**60))
+    ),
+    "malformed-D38-none": ("llama", {"eos_token_id": []}, BAD, key("eos_token_id", "[]")),
+    "malformed-D38-text": ("llama", {"eos_token_id": ["2"]}, BAD, ("key 'eos_token_id'", "\"['2']\"".strip('"'))),
+    "malformed-D38-nested": ("llama", {"eos_token_id": [[2]]}, BAD, key("eos_token_id", "[[2]]")),
+    "malformed-D38-negative": ("llama", {"eos_token_id": -1}, BAD, key("eos_token_id", "-1")),
+    "malformed-D38-over": ("llama", {"eos_token_id": 61}, BAD, (*key("eos_token_id", "61"), "from 0 to 60")),
+    "malformed-D38-true": ("llama", {"eos_token_id": True}, BAD, key("eos_token_id", "True")),
+    "malformed-D38-bos": ("llama", {"bos_token_id": 61}, BAD, key("bos_token_id", "61")),
     "attention-bias-mistral": ("mistral", {"attention_bias": True}, UNSUPPORTED, key("attention_bias", "True")),
     "mlp-bias-qwen3": ("qwen3", {"mlp_bias": True}, UNSUPPORTED, key("mlp_bias", "True")),
 }  # fmt: skip
@@ -272,24 +304,24 @@ def test_value_is_refused(row: str, make: Callable[..., Path]) -> None:
 
 FIRST_OF_LAYER_2 = "tensors are missing: 'model.layers.2.input_layernorm.weight'"
 AGAINST: dict[str, tuple[str, Changes, type[PyEngineError], tuple[str, ...]]] = {
-    "D06": ("llama", {"num_hidden_layers": 3}, BAD, (FIRST_OF_LAYER_2,)),
-    "D07": ("llama", {"num_hidden_layers": 1}, BAD, ("layers past num_hidden_layers 1: 'model.layers.1.",)),
-    "D12": (
+    "malformed-D06": ("llama", {"num_hidden_layers": 3}, BAD, (FIRST_OF_LAYER_2,)),
+    "malformed-D07": ("llama", {"num_hidden_layers": 1}, BAD, ("layers past num_hidden_layers 1: 'model.layers.1.",)),
+    "malformed-D12": (
         "llama", {"vocab_size": 64}, BAD, ("tensor 'model.embed_tokens.weight': shape [61, 48]; expected [64, 48]",)
     ),
-    "D13": (
+    "malformed-D13": (
         "llama", {"intermediate_size": 96}, BAD,
         ("tensor 'model.layers.0.mlp.gate_proj.weight': shape [80, 48]; expected [96, 48]",),
     ),
-    "D09-kv-heads": (
+    "malformed-D09-kv-heads": (
         "llama", {"num_key_value_heads": 6}, BAD,
         ("tensor 'model.layers.0.self_attn.k_proj.weight': shape [16, 48]; expected [48, 48]",),
     ),
-    "D10-head-dim": (
+    "malformed-D10-head-dim": (
         "qwen3", {"head_dim": 8}, BAD,
         ("tensor 'model.layers.0.self_attn.q_proj.weight': shape [96, 48]; expected [48, 48]",),
     ),
-    "D30": ("qwen2", {"tie_word_embeddings": False}, BAD, ("1 tensors are missing: 'lm_head.weight'",)),
+    "malformed-D30": ("qwen2", {"tie_word_embeddings": False}, BAD, ("1 tensors are missing: 'lm_head.weight'",)),
     "bias-missing": (
         "llama", {"attention_bias": True}, BAD, ("missing: 'model.layers.0.self_attn.q_proj.bias'",)
     ),
@@ -313,16 +345,16 @@ def test_config_that_is_not_the_weights_is_refused(row: str, make: Callable[...,
 # ---- generation_config.json -------------------------------------------------------------------------------------
 
 GENERATION: dict[str, tuple[str, str]] = {
-    "D39-broken": ("{", "not JSON"),
-    "D39-empty": ("", "empty"),
-    "D39-root": ("[]", "root is list"),
-    "D39-temperature": ('{"temperature":-1}', "key 'temperature': '-1'"),
-    "D39-temperature-text": ('{"temperature":"hot"}', "key 'temperature': 'hot'"),
-    "D39-top-p": ('{"top_p":2}', "key 'top_p': '2'"),
-    "D39-top-k": ('{"top_k":-2}', "key 'top_k': '-2'"),
-    "D39-penalty": ('{"repetition_penalty":0}', "key 'repetition_penalty': '0'"),
-    "D39-eos": ('{"eos_token_id":[61]}', "key 'eos_token_id': '[61]'"),
-    "D39-nan": ('{"temperature":NaN}', "literal NaN"),
+    "malformed-D39-broken": ("{", "not JSON"),
+    "malformed-D39-empty": ("", "empty"),
+    "malformed-D39-root": ("[]", "root is list"),
+    "malformed-D39-temperature": ('{"temperature":-1}', "key 'temperature': '-1'"),
+    "malformed-D39-temperature-text": ('{"temperature":"hot"}', "key 'temperature': 'hot'"),
+    "malformed-D39-top-p": ('{"top_p":2}', "key 'top_p': '2'"),
+    "malformed-D39-top-k": ('{"top_k":-2}', "key 'top_k': '-2'"),
+    "malformed-D39-penalty": ('{"repetition_penalty":0}', "key 'repetition_penalty': '0'"),
+    "malformed-D39-eos": ('{"eos_token_id":[61]}', "key 'eos_token_id': '[61]'"),
+    "malformed-D39-nan": ('{"temperature":NaN}', "literal NaN"),
 }
 
 
@@ -337,7 +369,7 @@ def test_generation_config_is_refused(row: str, make: Callable[..., Path]) -> No
 # ---- sizes ------------------------------------------------------------------------------------------------------
 
 
-def test_d42_more_weights_than_memory(tmp_path: Path) -> None:
+def test_malformed_d42_more_weights_than_memory(tmp_path: Path) -> None:
     """A consistent model of a few terabytes in a sparse file: refused before anything of its size is allocated."""
     import pyengine
     from pyengine.tensors import expected_tensors

@@ -78,13 +78,13 @@ def test_sharded_model_loads(tmp_path: Path) -> None:
             assert checkpoint.tensors[name].file.name in SHARDS
 
 
-def test_c01_missing_shard(tmp_path: Path) -> None:
+def test_malformed_c01_report_b10_missing_shard(tmp_path: Path) -> None:
     shard(tmp_path)
     (tmp_path / SHARDS[1]).unlink()
     refused(tmp_path, ModelFormatError, "1 of 3 shards", SHARDS[1])
 
 
-def test_c01_link_into_a_cache_that_lost_its_file(tmp_path: Path) -> None:
+def test_malformed_c01_link_into_a_cache_that_lost_its_file(tmp_path: Path) -> None:
     shard(tmp_path)
     (tmp_path / SHARDS[1]).unlink()
     (tmp_path / SHARDS[1]).symlink_to(tmp_path / "blobs" / "0123")
@@ -92,27 +92,27 @@ def test_c01_link_into_a_cache_that_lost_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shards", "present"), [(4, 2), (30, 15)])
-def test_c19_half_of_the_shards(shards: int, present: int, tmp_path: Path) -> None:
+def test_malformed_c19_report_b11_half_of_the_shards(shards: int, present: int, tmp_path: Path) -> None:
     shard(tmp_path, shards=shards, spread=present, num_hidden_layers=4)
     message = refused(tmp_path, ModelFormatError, f"{shards - present} of {shards} shards")
     for at in range(shards):
         assert (f"model-{at + 1:05d}-of-" in message) == (at >= present)
 
 
-def test_c02_tensor_not_in_its_shard(tmp_path: Path) -> None:
+def test_malformed_c02_tensor_not_in_its_shard(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     write_index(tmp_path, {**weight_map, "ghost.weight": SHARDS[2]})
     refused(tmp_path, ModelFormatError, INDEX, "'ghost.weight'", SHARDS[2])
 
 
-def test_c02_tensor_in_another_shard(tmp_path: Path) -> None:
+def test_malformed_c02_tensor_in_another_shard(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     name = next(n for n, f in weight_map.items() if f == SHARDS[0])
     write_index(tmp_path, {**weight_map, name: SHARDS[1]})
     refused(tmp_path, ModelFormatError, INDEX, f"'{name}' in '{SHARDS[1]}'")
 
 
-def test_c02_tensor_of_the_model_in_no_shard(tmp_path: Path) -> None:
+def test_malformed_c02_tensor_of_the_model_in_no_shard(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     tensors = tiny_tensors(TL)
     for file in SHARDS:
@@ -130,7 +130,7 @@ def test_one_tensor_in_two_shards(tmp_path: Path) -> None:
     refused(tmp_path, ModelFormatError, SHARDS[1], f"tensor '{name}'", f"also in {SHARDS[0]}")
 
 
-def test_c22_tensor_that_only_a_shard_knows_is_not_ignored(tmp_path: Path) -> None:
+def test_malformed_c22_tensor_that_only_a_shard_knows_is_not_ignored(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     tensors = {n: t for n, t in tiny_tensors(TL).items() if weight_map[n] == SHARDS[0]}
     tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
@@ -151,7 +151,7 @@ def test_c22_tensor_that_only_a_shard_knows_is_not_ignored(tmp_path: Path) -> No
         "a\\b.safetensors",
     ],
 )
-def test_c03_c04_names_outside_the_folder(target: str, tmp_path: Path) -> None:
+def test_malformed_c03_c04_names_outside_the_folder(target: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     weight_map = shard(folder)
     save_file({"a": np.ones(1, np.float32)}, str(tmp_path / "s.safetensors"))
@@ -159,7 +159,7 @@ def test_c03_c04_names_outside_the_folder(target: str, tmp_path: Path) -> None:
     refused(folder, ModelFormatError, INDEX, "'model.norm.weight'", "expected a safetensors file beside the index")
 
 
-def test_c04_absolute_path(tmp_path: Path) -> None:
+def test_malformed_c04_absolute_path(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     outside = tmp_path / "x.safetensors"
     save_file({"model.norm.weight": np.ones(64, np.float32)}, str(outside))
@@ -167,7 +167,7 @@ def test_c04_absolute_path(tmp_path: Path) -> None:
     refused(tmp_path, ModelFormatError, INDEX, "'model.norm.weight'", "beside the index")
 
 
-def test_c06_links_into_a_cache_load(tmp_path: Path) -> None:
+def test_malformed_c06_links_into_a_cache_load(tmp_path: Path) -> None:
     blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     shard(blobs)
     folder.mkdir(parents=True)
@@ -196,7 +196,9 @@ NOT_FILES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("kind", NOT_FILES)
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_c07_not_a_regular_file(kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_c07_not_a_regular_file(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tiny_model(tmp_path, TL)
     (tmp_path / name).unlink()
     monkeypatch.chdir(tmp_path)  # a socket's path is short
@@ -205,7 +207,7 @@ def test_c07_not_a_regular_file(kind: str, name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", NOT_FILES)
-def test_c07_index_is_not_a_regular_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_c07_index_is_not_a_regular_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tmp_path)
     (tmp_path / INDEX).unlink()
     monkeypatch.chdir(tmp_path)
@@ -214,7 +216,7 @@ def test_c07_index_is_not_a_regular_file(kind: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_c08_link_loop(name: str, tmp_path: Path) -> None:
+def test_malformed_c08_link_loop(name: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, TL)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to(name)
@@ -222,7 +224,7 @@ def test_c08_link_loop(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_c09_no_permission(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malformed_c09_no_permission(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening is replaced, because mode 000 does not stop the superuser."""
     write_tiny_model(tmp_path, TL)
     really_open = os.open
@@ -256,7 +258,7 @@ def cuts(size: int, header_bytes: int) -> list[int]:
     return fixed + random.Random(0).sample(range(8 + header_bytes, size), 64)
 
 
-def test_c10_truncated_shard(tmp_path: Path) -> None:
+def test_malformed_c10_report_b14_b15_truncated_shard(tmp_path: Path) -> None:
     shard(tmp_path)
     path = tmp_path / SHARDS[1]
     whole = path.read_bytes()
@@ -276,7 +278,7 @@ def test_c10_truncated_shard(tmp_path: Path) -> None:
     assert load(tmp_path) == []
 
 
-def test_c13_truncated_while_loading(tmp_path: Path) -> None:
+def test_malformed_c13_truncated_while_loading(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, TL)
     path = tmp_path / "model.safetensors"
     with Checkpoint.open(tmp_path) as checkpoint:
@@ -289,7 +291,7 @@ def test_c13_truncated_while_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["replaced", "rewritten", "deleted"])
-def test_c13_replaced_while_loading(how: str, tmp_path: Path) -> None:
+def test_malformed_c13_replaced_while_loading(how: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, TL)
     path = tmp_path / "model.safetensors"
     with Checkpoint.open(tmp_path) as checkpoint:
@@ -308,7 +310,7 @@ def test_c13_replaced_while_loading(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"total_size": 10**30}, {"total_size": -1}, {"total_size": "x"}, {}, None, 5])
-def test_c14_total_size_is_not_used(metadata: Any, tmp_path: Path) -> None:
+def test_malformed_c14_total_size_is_not_used(metadata: Any, tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}))
     assert load(tmp_path) == []
@@ -327,7 +329,7 @@ C15 = {
 
 
 @pytest.mark.parametrize("case", C15)
-def test_c15_index(case: str, tmp_path: Path) -> None:
+def test_malformed_c15_index(case: str, tmp_path: Path) -> None:
     text, expected = C15[case]
     shard(tmp_path)
     (tmp_path / INDEX).write_text(text)
@@ -335,7 +337,7 @@ def test_c15_index(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "model.pth"])
-def test_c16_pickle_is_never_read(name: str, tmp_path: Path) -> None:
+def test_malformed_c16_pickle_is_never_read(name: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, TL)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_bytes(b"\x80\x04.")
@@ -359,7 +361,7 @@ def test_no_folder(tmp_path: Path) -> None:
             action(tmp_path / "nowhere")
 
 
-def test_c18_stale_shards_are_not_opened(tmp_path: Path) -> None:
+def test_malformed_c18_report_b12_stale_shards_are_not_opened(tmp_path: Path) -> None:
     shard(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"stale, and not even a safetensors file")
     assert load(tmp_path) == []
@@ -372,7 +374,7 @@ def test_whole_file_wins_over_an_index(tmp_path: Path) -> None:
         assert {info.file.name for info in checkpoint.tensors.values()} == {"model.safetensors"}
 
 
-def test_c20_dtypes_mixed_over_shards(tmp_path: Path) -> None:
+def test_malformed_c20_dtypes_mixed_over_shards(tmp_path: Path) -> None:
     weight_map = shard(tmp_path)
     for file, dtype in zip(SHARDS, (np.float32, np.float16, np.float32), strict=True):
         part = {n: t.astype(dtype) for n, t in tiny_tensors(TL).items() if weight_map[n] == file}
@@ -383,12 +385,12 @@ def test_c20_dtypes_mixed_over_shards(tmp_path: Path) -> None:
         assert checkpoint.read(name).dtype == np.float16
 
 
-def test_p17_index_of_one_shard(tmp_path: Path) -> None:
+def test_malformed_p17_index_of_one_shard(tmp_path: Path) -> None:
     shard(tmp_path, shards=1)
     assert load(tmp_path) == []
 
 
-def test_p18_read_only_folder_with_spaces_and_non_ascii(tmp_path: Path) -> None:
+def test_malformed_p18_read_only_folder_with_spaces_and_non_ascii(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "mein Modell é 模型", TL)
     for path in folder.iterdir():
         path.chmod(0o444)
@@ -399,7 +401,7 @@ def test_p18_read_only_folder_with_spaces_and_non_ascii(tmp_path: Path) -> None:
         folder.chmod(0o755)
 
 
-def test_b24_file_of_zeros_is_no_hole(tmp_path: Path) -> None:
+def test_report_b24_file_of_zeros_is_no_hole(tmp_path: Path) -> None:
     """A sparse file of 1 TiB with a consistent header opens without reading or allocating it."""
     size = 1 << 40
     head = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}

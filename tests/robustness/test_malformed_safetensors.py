@@ -39,63 +39,78 @@ def open_and_close(folder: Path) -> None:
 
 
 FRAMING: dict[str, tuple[bytes, str]] = {
-    "A01-empty": (b"", "0 bytes, needs at least 8"),
-    "A02-seven-bytes": (b"\x02\0\0\0\0\0\0", "7 bytes, needs at least 8"),
-    "A03-length-0": (b"\0" * 8, "header length 0"),
-    "A04-length-0-and-data": (b"\0" * 8 + b"{}", "header length 0"),
-    "A06-over-the-limit": (safetensors_bytes("{}", length=100_000_001), "over the limit 100000000"),
-    "A07-length-2^63": (safetensors_bytes("{}", length=2**63), "over the limit 100000000"),
-    "A08-length-2^64-1": (safetensors_bytes("{}", length=2**64 - 1), "over the limit 100000000"),
-    "A09-length-2^64-8": (safetensors_bytes("{}", length=2**64 - 8), "over the limit 100000000"),
-    "A10-length-one-more": (
+    "malformed-A01-empty": (b"", "0 bytes, needs at least 8"),
+    "malformed-A02-seven-bytes": (b"\x02\0\0\0\0\0\0", "7 bytes, needs at least 8"),
+    "malformed-A03-length-0": (b"\0" * 8, "header length 0"),
+    "malformed-A04-length-0-and-data": (b"\0" * 8 + b"{}", "header length 0"),
+    "malformed-A06-over-the-limit": (safetensors_bytes("{}", length=100_000_001), "over the limit 100000000"),
+    "malformed-A07-length-2^63": (safetensors_bytes("{}", length=2**63), "over the limit 100000000"),
+    "malformed-A08-length-2^64-1": (safetensors_bytes("{}", length=2**64 - 1), "over the limit 100000000"),
+    "malformed-A09-length-2^64-8": (safetensors_bytes("{}", length=2**64 - 8), "over the limit 100000000"),
+    "malformed-A10-length-one-more": (
         safetensors_bytes(ONE, b"xxxx", length=len(ONE) + 1),
         f"trailing characters at byte {len(ONE)}",
     ),
-    "A12-big-endian": (struct.pack(">Q", 2) + b"{}", "over the limit 100000000"),
-    "A13-not-utf8": (safetensors_bytes(b'{"a\xff":1}'), "not UTF-8 at byte 3"),
-    "A14-not-json": (safetensors_bytes("hello"), "not JSON"),
-    "A15-root-list": (safetensors_bytes("[]"), "root must be an object"),
-    "A16-root-null": (safetensors_bytes("null"), "root must be an object"),
-    "A18-trailing-comma": (safetensors_bytes("{" + A + ",}", bytes(4)), f"at byte {len(A) + 2}"),
-    "A19-comment": (safetensors_bytes("{/*x*/}"), "not JSON"),
-    "A20-nul-padding": (safetensors_bytes(ONE + "\0", bytes(4)), f"at byte {len(ONE)}"),
-    "A21-bom": (safetensors_bytes(b"\xef\xbb\xbf{}"), "BOM not allowed"),
-    "A22-name-twice": (
+    "malformed-A12-big-endian": (struct.pack(">Q", 2) + b"{}", "over the limit 100000000"),
+    "malformed-A13-not-utf8": (safetensors_bytes(b'{"a\xff":1}'), "not UTF-8 at byte 3"),
+    "malformed-A14-not-json": (safetensors_bytes("hello"), "not JSON"),
+    "malformed-A15-root-list": (safetensors_bytes("[]"), "root must be an object"),
+    "malformed-A16-root-null": (safetensors_bytes("null"), "root must be an object"),
+    "malformed-A18-trailing-comma": (safetensors_bytes("{" + A + ",}", bytes(4)), f"at byte {len(A) + 2}"),
+    "malformed-A19-comment": (safetensors_bytes("{/*x*/}"), "not JSON"),
+    "malformed-A20-nul-padding": (safetensors_bytes(ONE + "\0", bytes(4)), f"at byte {len(ONE)}"),
+    "malformed-A21-bom": (safetensors_bytes(b"\xef\xbb\xbf{}"), "BOM not allowed"),
+    "malformed-A22-name-twice": (
         safetensors_bytes('{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},' + A + "}", bytes(4)),
         "duplicate tensor name 'a'",
     ),
-    "A22-dotted-name-twice": (
+    "malformed-A22-dotted-name-twice": (
         safetensors_bytes(("{" + A + "," + A + "}").replace('"a"', '"model.norm.weight"'), bytes(4)),
         "duplicate tensor name 'model.norm.weight'",
     ),
-    "A24-dtype-twice": (
+    "malformed-A24-dtype-twice": (
         safetensors_bytes('{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
         "duplicate key 'dtype' in tensor 'a'",
     ),
-    "A24-shape-twice": (
+    "malformed-A24-shape-twice": (
         safetensors_bytes('{"a":{"dtype":"F32","shape":[2],"shape":[1],"data_offsets":[0,4]}}', bytes(4)),
         "duplicate key 'shape' in tensor 'a'",
     ),
-    "A25-metadata-twice": (
+    "malformed-A25-metadata-twice": (
         safetensors_bytes('{"__metadata__":{},"__metadata__":{}}'),
         "duplicate key '__metadata__'",
     ),
-    "A25-key-in-metadata-twice": (
+    "malformed-A25-key-in-metadata-twice": (
         safetensors_bytes('{"__metadata__":{"x":"1","x":"2"}}'),
         "duplicate key 'x' in __metadata__",
     ),
-    "A26-metadata-integer": (safetensors_bytes('{"__metadata__":{"x":1}}'), "metadata must be string to string"),
-    "A26-metadata-list": (safetensors_bytes('{"__metadata__":[]}'), "metadata must be string to string"),
-    "A27-nested": (safetensors_bytes("[" * 100_000), "nesting deeper than 64"),
-    "A27-nested-objects": (safetensors_bytes('{"a":' * 65 + "1" + "}" * 65), "nesting deeper than 64"),
-    "A28-lone-high-surrogate": (safetensors_bytes(ONE.replace('"a"', '"\\ud800"'), bytes(4)), "bad escape"),
-    "A28-lone-low-surrogate": (safetensors_bytes(ONE.replace('"a"', '"\\udc00"'), bytes(4)), "bad escape"),
-    "A31-name-1-MiB": (safetensors_bytes(ONE.replace('"a"', '"' + "a" * (1 << 20) + '"'), bytes(4)), "name too long"),
-    "A32-10000-digits": (safetensors_bytes(ONE.replace("0,4", "0," + "4" * 10_000), bytes(4)), "number too large"),
-    "A33-minus-zero": (safetensors_bytes(ONE.replace("0,4", "-0,4"), bytes(4)), f"at byte {ONE.index('0,4')}"),
-    "A33-dim-01": (safetensors_bytes(ONE.replace("[1]", "[01]"), bytes(4)), f"at byte {ONE.index('[1]') + 2}"),
-    "A33-newline-in-a-name": (safetensors_bytes(ONE.replace('"a"', '"a\n"'), bytes(4)), "at byte 3"),
-    "C24-html-page": (b"<!DOCTYPE html>\n<html><body>404</body></html>", "<!DOCTYPE html>\\n<html><body>"),
+    "malformed-A26-metadata-integer": (
+        safetensors_bytes('{"__metadata__":{"x":1}}'),
+        "metadata must be string to string",
+    ),
+    "malformed-A26-metadata-list": (safetensors_bytes('{"__metadata__":[]}'), "metadata must be string to string"),
+    "malformed-A27-nested": (safetensors_bytes("[" * 100_000), "nesting deeper than 64"),
+    "malformed-A27-nested-objects": (safetensors_bytes('{"a":' * 65 + "1" + "}" * 65), "nesting deeper than 64"),
+    "malformed-A28-lone-high-surrogate": (safetensors_bytes(ONE.replace('"a"', '"\\ud800"'), bytes(4)), "bad escape"),
+    "malformed-A28-lone-low-surrogate": (safetensors_bytes(ONE.replace('"a"', '"\\udc00"'), bytes(4)), "bad escape"),
+    "malformed-A31-name-1-MiB": (
+        safetensors_bytes(ONE.replace('"a"', '"' + "a" * (1 << 20) + '"'), bytes(4)),
+        "name too long",
+    ),
+    "malformed-A32-10000-digits": (
+        safetensors_bytes(ONE.replace("0,4", "0," + "4" * 10_000), bytes(4)),
+        "number too large",
+    ),
+    "malformed-A33-minus-zero": (
+        safetensors_bytes(ONE.replace("0,4", "-0,4"), bytes(4)),
+        f"at byte {ONE.index('0,4')}",
+    ),
+    "malformed-A33-dim-01": (
+        safetensors_bytes(ONE.replace("[1]", "[01]"), bytes(4)),
+        f"at byte {ONE.index('[1]') + 2}",
+    ),
+    "malformed-A33-newline-in-a-name": (safetensors_bytes(ONE.replace('"a"', '"a\n"'), bytes(4)), "at byte 3"),
+    "malformed-C24-html-page": (b"<!DOCTYPE html>\n<html><body>404</body></html>", "<!DOCTYPE html>\\n<html><body>"),
 }
 
 
@@ -106,7 +121,7 @@ def test_framing_is_refused(case: str, tmp_path: Path) -> None:
     assert_refused(lambda: open_and_close(tmp_path), ModelFormatError, ("model.safetensors", text), tmp_path)
 
 
-def test_a30_too_many_tensors(tmp_path: Path) -> None:
+def test_malformed_a30_too_many_tensors(tmp_path: Path) -> None:
     """57 MB of header: refused before a million objects are built."""
     entries = ",".join(f'"t{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(1_000_003))
     write(tmp_path, safetensors_bytes("{" + entries + "}"))
@@ -122,55 +137,105 @@ def test_a30_too_many_tensors(tmp_path: Path) -> None:
 TWO = {"a": entry(), "b": entry(offsets=[4, 8])}
 # id -> (header, data section, message besides the file, tensor named)
 ENTRIES: dict[str, tuple[Any, bytes, str, str]] = {
-    "B01-byte-after": ({"a": entry()}, bytes(5), "data section is 5 bytes, tensors cover 4", ""),
-    "B02-byte-missing": ({"a": entry()}, bytes(3), "ends at 4, data section has 3", "a"),
-    "B03-hole-first": ({"a": entry(offsets=[4, 8])}, bytes(8), "hole [0,4) before", "a"),
-    "B04-hole-between": ({"a": entry(), "b": entry(offsets=[8, 12])}, bytes(12), "hole [4,8) before", "b"),
-    "B06-same-range": ({"a": entry(), "b": entry()}, bytes(4), "overlaps 'a'", "b"),
-    "B06-partly": ({"a": entry(shape=[2], offsets=[0, 8]), "b": entry(offsets=[4, 8])}, bytes(8), "overlaps 'a'", "b"),
-    "B07-end-before-begin": ({"a": entry(offsets=[4, 0])}, bytes(4), "end before begin", "a"),
-    "B08-negative": ({"a": entry(offsets=[-4, 0])}, bytes(4), "negative offset -4", "a"),
-    "B09-float": ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4.0]}}', bytes(4), "must be an integer", "a"),
-    "B09-exponent": ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4e0]}}', bytes(4), "must be an integer", "a"),
-    "B10-strings": ({"a": entry(offsets=["0", "4"])}, bytes(4), "must be an integer", "a"),
-    "B10-three-offsets": ({"a": entry(offsets=[0, 4, 8])}, bytes(4), "must be a list of two", "a"),
-    "B12-no-offsets": ({"a": {"dtype": "F32", "shape": [1]}}, bytes(4), "missing key 'data_offsets'", "a"),
-    "B12-no-shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, bytes(4), "missing key 'shape'", "a"),
-    "B12-no-dtype": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4), "missing key 'dtype'", "a"),
-    "B12-unknown-key": ({"a": {**entry(), "scale": 2}}, bytes(4), "unknown key 'scale'", "a"),
-    "B13-2^64": ({"a": entry(offsets=[0, 2**64])}, bytes(4), "too large", "a"),
-    "B14-2^64-1": ({"a": entry(offsets=[0, 2**64 - 1])}, bytes(4), "past the end of the file of", "a"),
-    "B15-half": ({"a": entry(shape=[2])}, bytes(4), "needs 8 bytes, has 4", "a"),
-    "B16-too-long": ({"a": entry(shape=[32, 8], offsets=[0, 65536])}, bytes(65536), "needs 1024 bytes, has 65536", "a"),
-    "B18-2^62": ({"a": entry(shape=[2**62], offsets=[0, 0])}, b"", "size overflows", "a"),
-    "B19-2^64-2": ({"a": entry(dtype="I32", shape=[2, 2**64 - 2], offsets=[0, 16])}, bytes(16), "size overflows", "a"),
-    "B20-2^63-1": ({"a": entry(dtype="I32", shape=[2, 2**63 - 1], offsets=[0, 16])}, bytes(16), "size overflows", "a"),
-    "B21-zero-first": ({"a": entry(shape=[0, 2**63, 4], offsets=[0, 0])}, b"", "dim over 2^48-1", "a"),
-    "B22-zero-last": ({"a": entry(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", "dim over 2^48-1", "a"),
-    "B24-dim-float": ('{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}', bytes(4), "must be an integer", "a"),
-    "B24-dim-true": ({"a": entry(shape=[True])}, bytes(4), "must be an integer", "a"),
-    "B24-dim-string": ({"a": entry(shape=["1"])}, bytes(4), "must be an integer", "a"),
-    "B24-dim-null": ({"a": entry(shape=[None])}, bytes(4), "must be an integer", "a"),
-    "B25-shape-1": ({"a": entry(shape=1)}, bytes(4), "must be a list", "a"),
-    "B25-shape-null": ({"a": entry(shape=None)}, bytes(4), "must be a list", "a"),
-    "B26-rank-9": ({"a": entry(shape=[1] * 9)}, bytes(4), "rank over 8", "a"),
-    "B26-rank-64": ({"a": entry(shape=[1] * 64)}, bytes(4), "rank over 8", "a"),
-    "B26-rank-100000": ({"a": entry(shape=[1] * 100_000)}, bytes(4), "rank over 8", "a"),
-    "B27-dtype-F33": ({"a": entry(dtype="F33")}, bytes(4), "unknown dtype 'F33'", "a"),
-    "B27-dtype-list": ({"a": entry(dtype=["F32"])}, bytes(4), "unknown dtype", "a"),
-    "B28-dtype-past-the-end": ({"a": entry(dtype="F33", offsets=[0, 99])}, bytes(4), "unknown dtype 'F33'", "a"),
-    "B30-I16": ({"a": entry(dtype="I16", shape=[2], offsets=[0, 8])}, bytes(8), "needs 4 bytes, has 8", "a"),
-    "B31-array": ({"a": ["F32", [1], [0, 4]]}, bytes(4), "entry must be an object", "a"),
-    "B32-F4": ({"a": entry(dtype="F4", shape=[3], offsets=[0, 1])}, bytes(1), "not a whole number of bytes", "a"),
-    "B33-data-without-tensors": ("{}", bytes(4), "4 bytes not covered", ""),
-    "B34-zero-size-inside": (
+    "malformed-B01-byte-after": ({"a": entry()}, bytes(5), "data section is 5 bytes, tensors cover 4", ""),
+    "malformed-B02-byte-missing": ({"a": entry()}, bytes(3), "ends at 4, data section has 3", "a"),
+    "malformed-B03-hole-first": ({"a": entry(offsets=[4, 8])}, bytes(8), "hole [0,4) before", "a"),
+    "malformed-B04-hole-between": ({"a": entry(), "b": entry(offsets=[8, 12])}, bytes(12), "hole [4,8) before", "b"),
+    "malformed-B06-same-range": ({"a": entry(), "b": entry()}, bytes(4), "overlaps 'a'", "b"),
+    "malformed-B06-partly": (
+        {"a": entry(shape=[2], offsets=[0, 8]), "b": entry(offsets=[4, 8])},
+        bytes(8),
+        "overlaps 'a'",
+        "b",
+    ),
+    "malformed-B07-end-before-begin": ({"a": entry(offsets=[4, 0])}, bytes(4), "end before begin", "a"),
+    "malformed-B08-negative": ({"a": entry(offsets=[-4, 0])}, bytes(4), "negative offset -4", "a"),
+    "malformed-B09-float": (
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4.0]}}',
+        bytes(4),
+        "must be an integer",
+        "a",
+    ),
+    "malformed-B09-exponent": (
+        '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4e0]}}',
+        bytes(4),
+        "must be an integer",
+        "a",
+    ),
+    "malformed-B10-strings": ({"a": entry(offsets=["0", "4"])}, bytes(4), "must be an integer", "a"),
+    "malformed-B10-three-offsets": ({"a": entry(offsets=[0, 4, 8])}, bytes(4), "must be a list of two", "a"),
+    "malformed-B12-no-offsets": ({"a": {"dtype": "F32", "shape": [1]}}, bytes(4), "missing key 'data_offsets'", "a"),
+    "malformed-B12-no-shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, bytes(4), "missing key 'shape'", "a"),
+    "malformed-B12-no-dtype": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4), "missing key 'dtype'", "a"),
+    "malformed-B12-unknown-key": ({"a": {**entry(), "scale": 2}}, bytes(4), "unknown key 'scale'", "a"),
+    "malformed-B13-2^64": ({"a": entry(offsets=[0, 2**64])}, bytes(4), "too large", "a"),
+    "malformed-B14-2^64-1": ({"a": entry(offsets=[0, 2**64 - 1])}, bytes(4), "past the end of the file of", "a"),
+    "malformed-B15-half": ({"a": entry(shape=[2])}, bytes(4), "needs 8 bytes, has 4", "a"),
+    "malformed-B16-too-long": (
+        {"a": entry(shape=[32, 8], offsets=[0, 65536])},
+        bytes(65536),
+        "needs 1024 bytes, has 65536",
+        "a",
+    ),
+    "malformed-B18-2^62": ({"a": entry(shape=[2**62], offsets=[0, 0])}, b"", "size overflows", "a"),
+    "malformed-B19-2^64-2": (
+        {"a": entry(dtype="I32", shape=[2, 2**64 - 2], offsets=[0, 16])},
+        bytes(16),
+        "size overflows",
+        "a",
+    ),
+    "malformed-B20-2^63-1": (
+        {"a": entry(dtype="I32", shape=[2, 2**63 - 1], offsets=[0, 16])},
+        bytes(16),
+        "size overflows",
+        "a",
+    ),
+    "malformed-B21-zero-first": ({"a": entry(shape=[0, 2**63, 4], offsets=[0, 0])}, b"", "dim over 2^48-1", "a"),
+    "malformed-B22-zero-last": ({"a": entry(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", "dim over 2^48-1", "a"),
+    "malformed-B24-dim-float": (
+        '{"a":{"dtype":"F32","shape":[1.0],"data_offsets":[0,4]}}',
+        bytes(4),
+        "must be an integer",
+        "a",
+    ),
+    "malformed-B24-dim-true": ({"a": entry(shape=[True])}, bytes(4), "must be an integer", "a"),
+    "malformed-B24-dim-string": ({"a": entry(shape=["1"])}, bytes(4), "must be an integer", "a"),
+    "malformed-B24-dim-null": ({"a": entry(shape=[None])}, bytes(4), "must be an integer", "a"),
+    "malformed-B25-shape-1": ({"a": entry(shape=1)}, bytes(4), "must be a list", "a"),
+    "malformed-B25-shape-null": ({"a": entry(shape=None)}, bytes(4), "must be a list", "a"),
+    "malformed-B26-rank-9": ({"a": entry(shape=[1] * 9)}, bytes(4), "rank over 8", "a"),
+    "malformed-B26-rank-64": ({"a": entry(shape=[1] * 64)}, bytes(4), "rank over 8", "a"),
+    "malformed-B26-rank-100000": ({"a": entry(shape=[1] * 100_000)}, bytes(4), "rank over 8", "a"),
+    "malformed-B27-dtype-F33": ({"a": entry(dtype="F33")}, bytes(4), "unknown dtype 'F33'", "a"),
+    "malformed-B27-dtype-list": ({"a": entry(dtype=["F32"])}, bytes(4), "unknown dtype", "a"),
+    "malformed-B28-dtype-past-the-end": (
+        {"a": entry(dtype="F33", offsets=[0, 99])},
+        bytes(4),
+        "unknown dtype 'F33'",
+        "a",
+    ),
+    "malformed-B30-int16": (
+        {"a": entry(dtype="I16", shape=[2], offsets=[0, 8])},
+        bytes(8),
+        "needs 4 bytes, has 8",
+        "a",
+    ),
+    "malformed-B31-array": ({"a": ["F32", [1], [0, 4]]}, bytes(4), "entry must be an object", "a"),
+    "malformed-B32-F4": (
+        {"a": entry(dtype="F4", shape=[3], offsets=[0, 1])},
+        bytes(1),
+        "not a whole number of bytes",
+        "a",
+    ),
+    "malformed-B33-data-without-tensors": ("{}", bytes(4), "4 bytes not covered", ""),
+    "malformed-B34-zero-size-inside": (
         {"a": entry(dtype="U8", shape=[0], offsets=[2, 2]), "b": entry()},
         bytes(4),
         "offset 2 is inside 'b'",
         "a",
     ),
-    "B36-name": ({"a\n\x1b[2J\x00": entry(offsets=[0, 5])}, bytes(5), "a\\n\\x1b[2J\\x00", ""),
-    "B36-long-name": ({"n" * 4096: entry(offsets=[0, 5])}, bytes(5), "n" * 200 + "...'", ""),
+    "malformed-B36-name": ({"a\n\x1b[2J\x00": entry(offsets=[0, 5])}, bytes(5), "a\\n\\x1b[2J\\x00", ""),
+    "malformed-B36-long-name": ({"n" * 4096: entry(offsets=[0, 5])}, bytes(5), "n" * 200 + "...'", ""),
 }
 
 
@@ -183,7 +248,7 @@ def test_entry_is_refused(case: str, tmp_path: Path) -> None:
     assert len(message) < 1000 + len(str(tmp_path))
 
 
-def test_b37_100000_tensors_on_one_range(tmp_path: Path) -> None:
+def test_malformed_b37_100000_tensors_on_one_range(tmp_path: Path) -> None:
     head = {f"t{i}": entry() for i in range(100_000)}
     write(tmp_path, safetensors_bytes(head, bytes(4)))
     seconds = []
@@ -196,7 +261,7 @@ def test_b37_100000_tensors_on_one_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-def test_b06_order_is_stable(order: tuple[str, str], tmp_path: Path) -> None:
+def test_malformed_b06_order_is_stable(order: tuple[str, str], tmp_path: Path) -> None:
     """The tensor that begins later is named, whatever the order in the file."""
     entries = {"a": entry(shape=[2], offsets=[0, 8]), "b": entry(offsets=[4, 8])}
     write(tmp_path, safetensors_bytes({name: entries[name] for name in order}, bytes(8)))
@@ -207,37 +272,37 @@ def test_b06_order_is_stable(order: tuple[str, str], tmp_path: Path) -> None:
 VALUES = np.arange(4, dtype=np.float32)
 # id -> (file, expected arrays by name)
 POSITIVE: dict[str, tuple[bytes, dict[str, np.ndarray]]] = {
-    "P01-nothing": (safetensors_bytes("{}"), {}),
-    "P01-empty-metadata": (safetensors_bytes('{"__metadata__":{}}'), {}),
-    "P01-null-metadata": (safetensors_bytes('{"__metadata__":null}'), {}),
-    "P01-metadata": (safetensors_bytes({"__metadata__": {"format": "pt"}, **TWO}, VALUES[:2].tobytes()), {
+    "malformed-P01-nothing": (safetensors_bytes("{}"), {}),
+    "malformed-P01-empty-metadata-report-B16": (safetensors_bytes('{"__metadata__":{}}'), {}),
+    "malformed-P01-null-metadata": (safetensors_bytes('{"__metadata__":null}'), {}),
+    "malformed-P01-metadata": (safetensors_bytes({"__metadata__": {"format": "pt"}, **TWO}, VALUES[:2].tobytes()), {
         "a": VALUES[:1], "b": VALUES[1:2],
     }),
-    "P02-whitespace-around": (safetensors_bytes(" \r\n\t" + ONE + " \t\n\r ", bytes(4)), {"a": VALUES[:1]}),
-    "P03-rank-0": (safetensors_bytes({"a": entry(shape=[])}, bytes(4)), {"a": VALUES[0].reshape(())}),
-    "P03-zero-size": (safetensors_bytes({"z": entry(shape=[3, 0], offsets=[4, 4]), "a": entry()}, bytes(4)), {
+    "malformed-P02-whitespace-around": (safetensors_bytes(" \r\n\t" + ONE + " \t\n\r ", bytes(4)), {"a": VALUES[:1]}),
+    "malformed-P03-rank-0": (safetensors_bytes({"a": entry(shape=[])}, bytes(4)), {"a": VALUES[0].reshape(())}),
+    "malformed-P03-zero-size": (safetensors_bytes({"z": entry(shape=[3, 0], offsets=[4, 4]), "a": entry()}, bytes(4)), {
         "z": np.empty((3, 0), np.float32), "a": VALUES[:1],
     }),
-    "P03-zero-size-before": (safetensors_bytes({"a": entry(), "z": entry(shape=[0], offsets=[0, 0])}, bytes(4)), {
+    "malformed-P03-empty-before": (safetensors_bytes({"a": entry(), "z": entry(shape=[0], offsets=[0, 0])}, bytes(4)), {
         "z": np.empty(0, np.float32), "a": VALUES[:1],
     }),
-    "P04-order": (
+    "malformed-P04-order-and-no-metadata-report-B17": (
         safetensors_bytes({"b": entry(offsets=[4, 8]), "a": entry()}, VALUES[2:].tobytes()),
         {"a": VALUES[2:3], "b": VALUES[3:]},
     ),
-    "P05-odd-offset": (
+    "malformed-P05-odd-offset-report-B19": (
         safetensors_bytes(
             {"u": entry(dtype="U8", shape=[1], offsets=[0, 1]), "f": entry(shape=[4], offsets=[1, 17])},
             b"x" + VALUES.tobytes(),
         ),
         {"f": VALUES},
     ),
-    "P06-names": (
+    "malformed-P06-names": (
         safetensors_bytes(ONE.replace('"a"', '"\\u00e9.\\ud83d\\ude00\\"\\\\"'), bytes(4)),
         {'é.😀"\\': VALUES[:1]},
     ),
-    "P06-name-4096": (safetensors_bytes({"n" * 4096: entry()}, bytes(4)), {"n" * 4096: VALUES[:1]}),
-    "P08-mixed": (
+    "malformed-P06-name-4096": (safetensors_bytes({"n" * 4096: entry()}, bytes(4)), {"n" * 4096: VALUES[:1]}),
+    "malformed-P08-mixed": (
         safetensors_bytes(
             {
                 "h": entry(dtype="F16", shape=[4], offsets=[0, 8]),

@@ -94,7 +94,7 @@ PLACES: dict[str, tuple[str, tuple[int, ...], int]] = {
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("place", PLACES)
-def test_f01_f03_nan_is_refused_by_name_and_place(place: str, quant: str, tmp_path: Path) -> None:
+def test_malformed_f01_f03_nan_is_refused_by_name_and_place(place: str, quant: str, tmp_path: Path) -> None:
     name, index, flat = PLACES[place]
 
     def change(tensors: Tensors) -> None:
@@ -111,7 +111,9 @@ def test_f01_f03_nan_is_refused_by_name_and_place(place: str, quant: str, tmp_pa
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
-def test_f02_infinity_is_refused_by_name_and_place(dtype: str, value: float, quant: str, tmp_path: Path) -> None:
+def test_malformed_f02_infinity_is_refused_by_name_and_place(
+    dtype: str, value: float, quant: str, tmp_path: Path
+) -> None:
     tensors = tiny_tensors(CONFIG)
     tensors[GATE][7, 3] = value
     folder = (
@@ -121,7 +123,7 @@ def test_f02_infinity_is_refused_by_name_and_place(dtype: str, value: float, qua
     assert_refused(lambda: pyengine.load(folder, quant=quant, threads=1), ModelFormatError, texts, folder, small=False)
 
 
-def test_f03_nan_in_a_tied_embedding(tmp_path: Path) -> None:
+def test_malformed_f03_nan_in_a_tied_embedding(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors[EMBED][66, 0] = np.nan
 
@@ -154,7 +156,7 @@ def negative_zeros(tensors: Tensors) -> None:
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("change", [zero_group, negative_zeros])
-def test_f04_f09_stay_near_the_reference(change: Change, quant: str, tmp_path: Path) -> None:
+def test_malformed_f04_f09_stay_near_the_reference(change: Change, quant: str, tmp_path: Path) -> None:
     """Not farther from float32 than the unchanged model in the same format is, times a margin."""
     plain, changed = made(tmp_path / "plain"), made(tmp_path / "changed", change)
     usual = np.abs(logits(plain, quant) - load_reference(plain).forward(IDS)).max()
@@ -163,7 +165,7 @@ def test_f04_f09_stay_near_the_reference(change: Change, quant: str, tmp_path: P
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_f04_a_matrix_of_zeros_is_exactly_zero(quant: str, tmp_path: Path) -> None:
+def test_malformed_f04_a_matrix_of_zeros_is_exactly_zero(quant: str, tmp_path: Path) -> None:
     """With down_proj = 0 a layer's FFN adds nothing, whatever its gate is."""
 
     def no_ffn(tensors: Tensors) -> None:
@@ -179,7 +181,7 @@ def test_f04_a_matrix_of_zeros_is_exactly_zero(quant: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("change", [outlier, outlier_elsewhere])
-def test_f06_an_outlier_stays_finite(change: Change, quant: str, tmp_path: Path) -> None:
+def test_malformed_f06_an_outlier_stays_finite(change: Change, quant: str, tmp_path: Path) -> None:
     """A weight of 1e30 is the model's own business: its logits are finite, as those of the reference are."""
     folder = made(tmp_path, change)
     assert np.isfinite(load_reference(folder, np.float64).forward(IDS)).all()
@@ -192,7 +194,9 @@ TOPS = {"F16": 65504.0, "BF16": float.fromhex("0x1.fep127"), "F32": float(np.fin
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("dtype", TOPS)
 @pytest.mark.parametrize("values", ["both signs", "ramp", "one"])
-def test_f07_the_largest_values_spoil_no_other_neuron(values: str, dtype: str, quant: str, tmp_path: Path) -> None:
+def test_malformed_f07_the_largest_values_spoil_no_other_neuron(
+    values: str, dtype: str, quant: str, tmp_path: Path
+) -> None:
     """A neuron whose weights span the whole range of the stored type, where its input is exactly zero.
 
     Its result is 0 unless a scale or a minimum overflowed, so the logits are those of the model without it.
@@ -220,7 +224,7 @@ def denormal(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_f08_denormals_mean_zero_and_are_not_slow(quant: str, tmp_path: Path) -> None:
+def test_malformed_f08_denormals_mean_zero_and_are_not_slow(quant: str, tmp_path: Path) -> None:
     config = {**CONFIG, "hidden_size": 256, "intermediate_size": 512}
     seconds = {}
     for name, change in (("usual", None), ("denormal", denormal)):
@@ -248,7 +252,7 @@ def zeros(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_c12_a_model_of_zeros_loads_with_a_warning_for_each_matrix(quant: str, tmp_path: Path) -> None:
+def test_malformed_c12_a_model_of_zeros_loads_with_a_warning_for_each_matrix(quant: str, tmp_path: Path) -> None:
     folder = made(tmp_path, zeros)
     matrices = [name for name, values in tiny_tensors(CONFIG).items() if values.ndim == 2]
     with pyengine.load(folder, quant=quant, threads=1) as engine:
@@ -262,7 +266,7 @@ def test_c12_a_model_of_zeros_loads_with_a_warning_for_each_matrix(quant: str, t
 @pytest.mark.parametrize("value", [0.0, -0.0])
 @pytest.mark.parametrize("name", [GATE, EMBED, "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"])
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
-def test_c12_strict_refuses_a_matrix_of_zeros(dtype: str, name: str, value: float, tmp_path: Path) -> None:
+def test_malformed_c12_strict_refuses_a_matrix_of_zeros(dtype: str, name: str, value: float, tmp_path: Path) -> None:
     tensors = tiny_tensors(CONFIG)
     tensors[name][:] = value
     folder = write_as(tmp_path, dtype, tensors)
@@ -277,7 +281,7 @@ def test_c12_strict_refuses_a_matrix_of_zeros(dtype: str, name: str, value: floa
     )
 
 
-def test_c12_a_matrix_with_one_value_is_not_all_zero(tmp_path: Path) -> None:
+def test_malformed_c12_a_matrix_with_one_value_is_not_all_zero(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors[GATE][:] = 0
         tensors[GATE][171, 63] = 1e-30
@@ -289,7 +293,7 @@ def test_c12_a_matrix_with_one_value_is_not_all_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight"])
 @pytest.mark.parametrize("quant", QUANTS)
-def test_f13_a_norm_of_zeros_is_warned_of_and_gives_no_nan(quant: str, name: str, tmp_path: Path) -> None:
+def test_malformed_f13_a_norm_of_zeros_is_warned_of_and_gives_no_nan(quant: str, name: str, tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors[name][:] = 0
 
@@ -321,7 +325,7 @@ def rewritten(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [cut, replaced, rewritten])
-def test_c13_file_that_changes_during_the_load(change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_malformed_c13_file_that_changes_during_the_load(change: Callable[[Path], None], tmp_path: Path) -> None:
     folder = made(tmp_path)
     changed = []
 
@@ -334,13 +338,13 @@ def test_c13_file_that_changes_during_the_load(change: Callable[[Path], None], t
     assert changed
 
 
-def test_d37_the_longest_context_allocates_little(tmp_path: Path) -> None:
+def test_malformed_d37_the_longest_context_allocates_little(tmp_path: Path) -> None:
     plain, long = made(tmp_path / "plain"), made(tmp_path / "long")
     (long / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 2**31 - 1}))
     assert_same_bits(logits(long, "int8"), logits(plain, "int8"))
 
 
-def test_p07_unused_tensors_are_not_read(tmp_path: Path) -> None:
+def test_malformed_p07_unused_tensors_are_not_read(tmp_path: Path) -> None:
     def extras(tensors: Tensors) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.full(8, np.nan, np.float32)
         tensors["model.layers.0.self_attn.masked_bias"] = np.array(-np.inf, np.float32)
@@ -353,7 +357,7 @@ def test_p07_unused_tensors_are_not_read(tmp_path: Path) -> None:
         assert_same_bits(engine.logits(IDS), logits(plain, "int8"))
 
 
-def test_p09_a_head_beside_a_tied_embedding_is_not_used(tmp_path: Path) -> None:
+def test_malformed_p09_a_head_beside_a_tied_embedding_is_not_used(tmp_path: Path) -> None:
     def head(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = np.full((67, 64), 9.0, np.float32)
 
@@ -362,14 +366,16 @@ def test_p09_a_head_beside_a_tied_embedding_is_not_used(tmp_path: Path) -> None:
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "P14": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32},
-    "P15-172": {"intermediate_size": 172},
-    "P15-16": {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 16},
-    "P16-one-layer": {"num_hidden_layers": 1},
-    "P16-one-head": {"num_attention_heads": 1, "num_key_value_heads": 1},
-    "P16-vocab-3": {"vocab_size": 3},
-    "P16-intermediate-1": {"intermediate_size": 1},
-    "P16-smallest": {
+    "malformed-P14": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32},
+    "malformed-P15-172": {"intermediate_size": 172},
+    "malformed-P15-16": {
+        "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 16,
+    },
+    "malformed-P16-one-layer": {"num_hidden_layers": 1},
+    "malformed-P16-one-head": {"num_attention_heads": 1, "num_key_value_heads": 1},
+    "malformed-P16-vocab-3": {"vocab_size": 3},
+    "malformed-P16-intermediate-1": {"intermediate_size": 1},
+    "malformed-P16-smallest": {
         "hidden_size": 2, "intermediate_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1,
         "num_key_value_heads": 1, "vocab_size": 3,
     },

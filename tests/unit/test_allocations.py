@@ -72,7 +72,7 @@ with pyengine.load(sys.argv[1], quant="int8", kv_dtype=sys.argv[2], threads=2) a
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", "int8"])
-def test_no_allocation_per_token_after_the_first(tmp_path: Path, kv_dtype: str) -> None:
+def test_report_g14_no_allocation_per_token_after_the_first(tmp_path: Path, kv_dtype: str) -> None:
     compiler = shutil.which("cc")
     if compiler is None or platform.libc_ver()[0] != "glibc":
         pytest.skip("needs cc and glibc")

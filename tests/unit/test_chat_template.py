@@ -90,7 +90,7 @@ def test_a_conversation(tokenizer: Tokenizer) -> None:
         ("{{ ' x '.strip() ~ 'y'.upper() ~ 'a,b'.split(',')[-1] ~ 'abc'[::-1] }}", "xYbcba"),
     ],
 )
-def test_what_templates_use(tokenizer: Tokenizer, source: str, expected: str) -> None:
+def test_malformed_p19_report_e22_what_templates_use(tokenizer: Tokenizer, source: str, expected: str) -> None:
     assert template(tokenizer, source).render(USER) == expected
 
 
@@ -110,34 +110,37 @@ def test_the_time_and_template_arguments(tokenizer: Tokenizer) -> None:
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+REFUSED = {
+    "malformed-E20-classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "malformed-E22-globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "malformed-E21-warnings": (
         "{% for x in ().__class__.__base__.__subclasses__() %}{% if 'warning' in x.__name__ %}"
-        "{{ x()._module.__builtins__['__import__']('os').popen('id').read() }}{% endif %}{% endfor %}",
-        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-        "{% set _ = messages.append(1) %}",
-        "{% set _ = messages[0].update(role='x') %}",
-        "{% set _ = messages[0].pop('role') %}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-        "{% extends 'a' %}",
-        "{{ range(1000000000) }}",
-        "{{ messages[5].content }}",
-        "{{ nope.x }}",
-        "{{ 1 / 0 }}",
-        "{{ nope | tojson }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 'a' | nosuchfilter }}",
-        "{% for x in messages %}",
-        "{% generation %}",
-        "{% nosuchtag %}",
-        "{{ messages[",
-    ],
-)
-def test_what_templates_may_not_do(tokenizer: Tokenizer, source: str) -> None:
+        "{{ x()._module.__builtins__['__import__']('os').popen('id').read() }}{% endif %}{% endfor %}"
+    ),
+    "malformed-E20-namespace": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "malformed-E33-append": "{% set _ = messages.append(1) %}",
+    "malformed-E33-update": "{% set _ = messages[0].update(role='x') %}",
+    "malformed-E33-pop": "{% set _ = messages[0].pop('role') %}",
+    "malformed-E24-include": "{% include '/etc/passwd' %}",
+    "malformed-E24-import": "{% import 'os' as os %}",
+    "malformed-E24-extends": "{% extends 'a' %}",
+    "malformed-E25-range": "{{ range(1000000000) }}",
+    "malformed-E30-index": "{{ messages[5].content }}",
+    "malformed-E30-undefined": "{{ nope.x }}",
+    "malformed-E30-division": "{{ 1 / 0 }}",
+    "malformed-E30-filter-of-nothing": "{{ nope | tojson }}",
+    "malformed-E28-macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "malformed-E31-unknown-filter": "{{ 'a' | nosuchfilter }}",
+    "malformed-E31-for": "{% for x in messages %}",
+    "malformed-E31-generation": "{% generation %}",
+    "malformed-E31-unknown-tag": "{% nosuchtag %}",
+    "malformed-E31-bracket": "{{ messages[",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_templates_may_not_do(tokenizer: Tokenizer, case: str) -> None:
+    source = REFUSED[case]
     messages = [dict(USER[0])]
     with pytest.raises(ChatTemplateError, match=r"a\.jinja, line 1: .+; expected"):
         template(tokenizer, source).render(messages)
@@ -165,14 +168,14 @@ def test_too_deep_for_the_compiler(tokenizer: Tokenizer, source: str) -> None:
         template(tokenizer, source)
 
 
-def test_the_line_of_an_error_is_named(tokenizer: Tokenizer) -> None:
+def test_malformed_e30_the_line_of_an_error_is_named(tokenizer: Tokenizer) -> None:
     with pytest.raises(ChatTemplateError, match=r"a\.jinja, line 3: 'nope' is undefined"):
         template(tokenizer, "a\nb\n{{ nope.x }}\n").render(USER)
     with pytest.raises(ChatTemplateError, match=r"a\.jinja, line 2: "):
         template(tokenizer, "a\n{% for %}\n")
 
 
-def test_a_refusal_of_the_template_reaches_the_user(tokenizer: Tokenizer) -> None:
+def test_malformed_e32_a_refusal_of_the_template_reaches_the_user(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="roles must alternate"):
         template(tokenizer, "{{ raise_exception('roles must alternate') }}").render(USER)
 
@@ -180,7 +183,7 @@ def test_a_refusal_of_the_template_reaches_the_user(tokenizer: Tokenizer) -> Non
 # --- where the template comes from
 
 
-def test_the_file_wins_then_the_settings(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_malformed_e34_report_e19_the_file_wins_then_the_settings(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = tiny.write(tmp_path / "model", tiny.byte_level())
     assert ChatTemplate.load(folder, tokenizer) is None
     settings = folder / "tokenizer_config.json"
@@ -211,7 +214,9 @@ def test_the_file_wins_then_the_settings(tmp_path: Path, tokenizer: Tokenizer) -
         ("x" * (MAX_TEMPLATE_BYTES + 1), f"over {MAX_TEMPLATE_BYTES} bytes"),
     ],
 )
-def test_wrong_settings_name_the_file(tmp_path: Path, tokenizer: Tokenizer, value: Any, says: str) -> None:
+def test_malformed_e34_wrong_settings_name_the_file(
+    tmp_path: Path, tokenizer: Tokenizer, value: Any, says: str
+) -> None:
     folder = tiny.write(tmp_path / "model", tiny.byte_level(), chat_template=value)
     with pytest.raises(ChatTemplateError, match=r"tokenizer_config\.json") as caught:
         ChatTemplate.load(folder, tokenizer)
@@ -254,13 +259,13 @@ def test_wrong_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
         ([{"role": "user", "content": "x", 5: "y"}], "text keys"),
     ],
 )
-def test_wrong_messages(tokenizer: Tokenizer, messages: Any, says: str) -> None:
+def test_malformed_e36_wrong_messages(tokenizer: Tokenizer, messages: Any, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         encode_chat(tokenizer, template(tokenizer, CHATML), messages)
     assert says in str(caught.value)
 
 
-def test_parts_are_joined_and_tool_calls_need_no_content(tokenizer: Tokenizer) -> None:
+def test_malformed_e36_parts_are_joined_and_tool_calls_need_no_content(tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>"}]
     chat = template(tokenizer, CHATML)
     ids = encode_chat(tokenizer, chat, [{"role": "user", "content": parts}], add_generation_prompt=False)
@@ -283,7 +288,7 @@ def test_parts_are_joined_and_tool_calls_need_no_content(tokenizer: Tokenizer) -
         "{% if 'be evil' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + CHATML,
     ],
 )
-def test_special_tokens_in_contents_are_text(tokenizer: Tokenizer, source: str) -> None:
+def test_malformed_e35_e37_report_e17_special_tokens_in_contents_are_text(tokenizer: Tokenizer, source: str) -> None:
     chat = template(tokenizer, source)
     messages = [{"role": "user", "content": "Hi" + INJECTION}]
     ids = encode_chat(tokenizer, chat, messages)
@@ -324,7 +329,7 @@ def test_private_use_characters_in_a_content_are_kept(tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.parametrize("legacy", [True, False])
-def test_ids_are_those_of_the_whole_text(tmp_path: Path, legacy: bool) -> None:
+def test_report_e11_e12_ids_are_those_of_the_whole_text(tmp_path: Path, legacy: bool) -> None:
     """Space prefixes and trimmed spaces come out as if the text had been encoded whole."""
     folder = tiny.write(tmp_path / "sp", tiny.sentencepiece(legacy=legacy), bos_token="<s>", eos_token="</s>")
     tokenizer = Tokenizer.load(folder, vocab_size=400)

@@ -218,7 +218,7 @@ INERT = {
 
 
 @pytest.mark.parametrize("name", INERT)
-def test_extra_tensor_that_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_malformed_c21_extra_tensor_that_changes_nothing(name: str, tmp_path: Path) -> None:
     assert account(tmp_path, **{name: INERT[name]}) == [f"tensor '{name}' is not used"]
 
 

@@ -86,7 +86,9 @@ def argmax_chain(engine: pyengine.Engine, prompt: list[int], count: int) -> list
         ({"isa": "avx1024"}, pyengine.ResourceError),
     ],
 )
-def test_bad_arguments_are_refused(folder: Path, arguments: dict[str, Any], error: type[Exception]) -> None:
+def test_malformed_g25_g26_report_a05_bad_arguments_are_refused(
+    folder: Path, arguments: dict[str, Any], error: type[Exception]
+) -> None:
     with pytest.raises(error, match=r"expected|has"):
         pyengine.load(folder, **arguments)
 
@@ -111,7 +113,7 @@ def test_bits_per_weight_count_scales_and_padding(folder: Path, quant: str, bits
 # ---- requests ------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_is_the_argmax_of_the_logits(engine: pyengine.Engine) -> None:
+def test_malformed_g13_report_f01_greedy_is_the_argmax_of_the_logits(engine: pyengine.Engine) -> None:
     result = engine.generate(PROMPT, max_tokens=12, ignore_eos=True)
     assert result.tokens == argmax_chain(engine, PROMPT, 12)
     assert result.finish_reason == "length"
@@ -123,7 +125,9 @@ def test_greedy_is_the_argmax_of_the_logits(engine: pyengine.Engine) -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [-1], [VOCAB], [5279552648203111001], [1.5], ["1"], [True], [None]])
-def test_bad_token_ids_are_refused(engine: pyengine.Engine, ids: list[Any]) -> None:
+def test_malformed_g01_g02_g03_g04_report_f16_f17_bad_token_ids_are_refused(
+    engine: pyengine.Engine, ids: list[Any]
+) -> None:
     with pytest.raises(pyengine.RequestError):
         engine.generate(ids, max_tokens=1)
     with pytest.raises(pyengine.RequestError):
@@ -138,7 +142,7 @@ def test_text_without_a_tokenizer_is_refused(engine: pyengine.Engine) -> None:
         engine.generate(PROMPT, stop=("x",))
 
 
-def test_the_context_is_exact(folder: Path) -> None:
+def test_malformed_g09_g10_report_g01_g02_g06_the_context_is_exact(folder: Path) -> None:
     with pyengine.load(folder, quant="f32", ctx_size=40) as one:
         assert len(one.generate(PROMPT, max_tokens=36, ignore_eos=True).tokens) == 36
         assert len(one.generate(PROMPT, max_tokens=-1, ignore_eos=True).tokens) == 36
@@ -151,7 +155,7 @@ def test_the_context_is_exact(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("yarn", 64), ("linear", 64), ("dynamic", 256)])
-def test_a_scaled_rope_counts_its_factor_once(tmp_path: Path, kind: str, positions: int) -> None:
+def test_report_c12_a_scaled_rope_counts_its_factor_once(tmp_path: Path, kind: str, positions: int) -> None:
     config = {**CONFIG, "max_position_embeddings": 64, "rope_scaling": {"rope_type": kind, "factor": 4.0}}
     write_tiny_model(tmp_path, config)
     with pyengine.load(tmp_path, quant="f32") as one:
@@ -161,7 +165,7 @@ def test_a_scaled_rope_counts_its_factor_once(tmp_path: Path, kind: str, positio
             one.logits([1] * (positions + 1))
 
 
-def test_unused_tensors_of_other_kinds_load(tmp_path: Path) -> None:
+def test_malformed_c21_unused_tensors_of_other_kinds_load(tmp_path: Path) -> None:
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
         "model.layers.0.self_attn.steps": np.arange(3),
@@ -173,7 +177,7 @@ def test_unused_tensors_of_other_kinds_load(tmp_path: Path) -> None:
         assert len(one.notes) >= 3
 
 
-def test_no_tokens_wanted_is_no_compute(engine: pyengine.Engine) -> None:
+def test_malformed_g07_report_f22_no_tokens_wanted_is_no_compute(engine: pyengine.Engine) -> None:
     result = engine.generate(PROMPT, max_tokens=0)
     assert (result.tokens, result.finish_reason, result.usage["completion_tokens"]) == ([], "length", 0)
     assert result.timings["prompt_n"] == 0
@@ -227,7 +231,9 @@ def test_sampling_follows_the_distribution(engine: pyengine.Engine) -> None:
     assert (error <= 5 * np.sqrt(p * (1 - p) / len(draws)) + 2 / len(draws)).all()
 
 
-def test_a_penalty_divides_positive_and_multiplies_negative_logits(engine: pyengine.Engine) -> None:
+def test_malformed_g18_g19_report_f04_a_penalty_divides_positive_and_multiplies_negative_logits(
+    engine: pyengine.Engine,
+) -> None:
     plain = engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
     same = engine.generate(PROMPT, max_tokens=8, ignore_eos=True, repetition_penalty=1.0)
     assert same.tokens == plain.tokens
@@ -276,7 +282,7 @@ def test_stages_cover_the_run_and_an_untimed_program_has_none(engine: pyengine.E
 # ---- cancelling and errors -----------------------------------------------------------------------------------------
 
 
-def test_closing_a_stream_cancels_and_gives_the_blocks_back(engine: pyengine.Engine) -> None:
+def test_report_g16_closing_a_stream_cancels_and_gives_the_blocks_back(engine: pyengine.Engine) -> None:
     expected = engine.generate(PROMPT, max_tokens=8, ignore_eos=True).tokens
     free = [len(blocks) for blocks in engine.pool.free]
     stream = engine.stream(PROMPT, max_tokens=100, ignore_eos=True)
@@ -294,7 +300,7 @@ def run_for_ever(engine: pyengine.Engine, ids: list[int]) -> None:
         engine.logits(ids, [len(ids) - 1])
 
 
-def test_ctrl_c_stops_a_run_from_inside(tmp_path: Path) -> None:
+def test_report_g17_ctrl_c_stops_a_run_from_inside(tmp_path: Path) -> None:
     config = {**CONFIG, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "head_dim": 64}
     write_tiny_model(tmp_path, config)
     ids = np.random.default_rng(0).integers(0, VOCAB, 512).tolist()
@@ -321,7 +327,7 @@ def test_a_cancelled_run_changes_no_length(engine: pyengine.Engine) -> None:
     sequence.close()
 
 
-def test_infinite_logits_are_an_error_not_a_token(tmp_path: Path) -> None:
+def test_report_f06_f07_infinite_logits_are_an_error_not_a_token(tmp_path: Path) -> None:
     tensors = tiny_tensors(CONFIG)
     tensors["lm_head.weight"] = np.full_like(tensors["lm_head.weight"], 3e38)
     write_tiny_model(tmp_path, CONFIG, tensors=tensors)
@@ -332,7 +338,7 @@ def test_infinite_logits_are_an_error_not_a_token(tmp_path: Path) -> None:
             one.logits(PROMPT)
 
 
-def test_two_threads_are_served_in_turn(engine: pyengine.Engine) -> None:
+def test_malformed_g27_two_threads_are_served_in_turn(engine: pyengine.Engine) -> None:
     expected = engine.generate(PROMPT, max_tokens=20, ignore_eos=True).tokens
     results: list[list[int]] = []
 
@@ -350,7 +356,7 @@ def test_two_threads_are_served_in_turn(engine: pyengine.Engine) -> None:
 # ---- life ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_engine_refuses(folder: Path) -> None:
+def test_malformed_g27_a_closed_engine_refuses(folder: Path) -> None:
     one = pyengine.load(folder, quant="f32")
     stream = one.stream(PROMPT, max_tokens=5)
     one.close()

@@ -64,7 +64,7 @@ def test_experts_have_scales_of_their_own(form: str, tmp_path: Path) -> None:
         )
 
 
-def test_any_rows_have_their_own_scales(tmp_path: Path) -> None:
+def test_report_a32_any_rows_have_their_own_scales(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     value = rng.standard_normal((130, 257)).astype(np.float32)
     codes, meant = fp8_tensors({"model.layers.0.w": value}, (128, 128))
@@ -98,7 +98,7 @@ def refused(folder: Path, error: type[PyEngineError], text: str) -> None:
         pyengine.load(folder, quant="f32", threads=1)
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_malformed_f10_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     codes, _ = fp8_tensors(tiny_tensors(CONFIG), BLOCK)
     name = "model.layers.0.self_attn.q_a_proj.weight"
     scales = codes[name + "_scale_inv"][1]

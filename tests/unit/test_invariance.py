@@ -99,7 +99,7 @@ def load(folders: dict[str, Path]) -> Iterator[Any]:
         ("latent_many_heads", "int8"),  # 40 heads of one KV head, in tasks of 10
     ],
 )
-def test_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str, isa: str) -> None:
+def test_report_f10_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str, isa: str) -> None:
     engine = load(case, isa, fmt)
     ids = ids_of(LENGTH)
     expected = engine.logits(ids)
@@ -117,7 +117,7 @@ def test_threads_chunks_and_fusion_change_no_bit(load: Any, case: str, fmt: str,
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_batch_of_eight_changes_no_bit(load: Any, fmt: str, isa: str) -> None:
+def test_malformed_g12_report_c37_f09_a_batch_of_eight_changes_no_bit(load: Any, fmt: str, isa: str) -> None:
     engine = load("qwen2", isa, fmt, 2)
     prompts = [ids_of(length, seed=length) for length in (1, 2, 7, 8, 31, 32, 33, 65)]
     together = engine.logits_batch(prompts)

@@ -41,7 +41,7 @@ def oracle(
 
 @by_isa
 @pytest.mark.parametrize(("ratio", "dim"), [(1, 64), (3, 16), (5, 24), (7, 80), (12, 32), (2, 1), (1, 33)])
-def test_every_ratio_window_and_border(isa: str, ratio: int, dim: int) -> None:
+def test_report_c20_every_ratio_window_and_border(isa: str, ratio: int, dim: int) -> None:
     for seed, (keys, tokens, window) in enumerate(SHAPES):
         q, k, v = qkv(seed, tokens, keys, 2 * ratio, 2, dim)
         expected, bound = oracle(q, k, v, window)
@@ -230,7 +230,7 @@ def test_rope_whole_and_partial(isa: str, heads: int, dim: int, rotary: int) -> 
         assert_same_bits(y, kernels.rope(x, cos, sin, threads=1, isa=ISAS[0]), "other threads, scalar")
 
 
-def test_interleaved_rope_is_something_else() -> None:
+def test_report_c17_interleaved_rope_is_something_else() -> None:
     x, (cos, sin) = normal(1, 4, 3, 16), angles(2, 4, 8)
     y = kernels.rope(x, cos, sin)
     order = np.arange(16).reshape(8, 2).T.reshape(-1)  # even dimensions first

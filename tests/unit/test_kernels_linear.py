@@ -55,7 +55,9 @@ def check(layer: kernels.Linear, x: np.ndarray, what: str) -> np.ndarray:
 
 @by_isa
 @by_format
-def test_every_size_against_float64_and_every_batch_has_the_same_bits(isa: str, options: dict[str, Any]) -> None:
+def test_report_a09_a29_every_size_against_float64_and_every_batch_has_the_same_bits(
+    isa: str, options: dict[str, Any]
+) -> None:
     for seed, (n, k) in enumerate(SIZES):
         x = normal(seed, 13, k)
         layer = kernels.Linear(normal(100 + seed, n, k), threads=1, isa=isa, **options)
@@ -197,7 +199,7 @@ def test_the_largest_integers_do_not_saturate(isa: str, options: dict[str, Any])
 
 @by_isa
 @by_integer
-def test_zero_groups_mean_exactly_zero(isa: str, options: dict[str, Any]) -> None:
+def test_malformed_f04_report_a26_zero_groups_mean_exactly_zero(isa: str, options: dict[str, Any]) -> None:
     w = normal(12, 20, 300)
     w[:, 128:256] = 0
     w[3] = 0
@@ -215,7 +217,7 @@ def test_zero_groups_mean_exactly_zero(isa: str, options: dict[str, Any]) -> Non
 
 @by_isa
 @by_integer
-def test_one_outlier_costs_the_precision_of_its_own_group_only(isa: str, options: dict[str, Any]) -> None:
+def test_malformed_f06_one_outlier_costs_the_precision_of_its_own_group_only(isa: str, options: dict[str, Any]) -> None:
     """1e30 among values of 1e-3, in weights and in activations: finite, and bounded by the steps of the groups."""
     w, x = normal(15, 17, 576) * np.float32(1e-3), normal(16, 9, 576) * np.float32(1e-3)
     w[5, 7] = 1e30
@@ -253,7 +255,7 @@ def test_values_near_the_largest_float(isa: str, options: dict[str, Any], top: f
 
 @by_isa
 @by_format
-def test_denormals_are_zero_and_the_callers_mode_comes_back(isa: str, options: dict[str, Any]) -> None:
+def test_report_g26_denormals_are_zero_and_the_callers_mode_comes_back(isa: str, options: dict[str, Any]) -> None:
     small = np.full((17, 65), 1e-40, np.float32)
     small[::2, ::3] *= -1
     x = normal(21, 9, 65)

@@ -52,7 +52,7 @@ def exact(seed: int, *shape: int) -> np.ndarray:
 
 @by_isa
 @by_router
-def test_the_router_is_the_reference(isa: str, router: RouterSpec) -> None:
+def test_report_d05_d15_the_router_is_the_reference(isa: str, router: RouterSpec) -> None:
     x, weight = exact(1, 19, 40), exact(2, router.num_experts, 40) / 8
     ids, weights = kernels_moe.route(x, weight, router, bias_of(router), threads=2, isa=isa)
     expected, exact_weights = oracle(x, weight, router)
@@ -76,7 +76,7 @@ def test_the_router_is_the_reference(isa: str, router: RouterSpec) -> None:
 
 
 @by_isa
-def test_equal_scores_go_to_the_lower_expert(isa: str) -> None:
+def test_report_d12_equal_scores_go_to_the_lower_expert(isa: str) -> None:
     for scoring in ("softmax", "sigmoid"):
         ids, weights = kernels_moe.route(
             np.zeros((5, 8), np.float32), np.zeros((8, 8), np.float32), RouterSpec(8, 3, scoring), isa=isa
@@ -90,7 +90,7 @@ def test_equal_scores_go_to_the_lower_expert(isa: str) -> None:
 
 
 @by_isa
-def test_logits_that_are_equal_in_bfloat16_are_told_apart(isa: str) -> None:
+def test_report_d10_d11_logits_that_are_equal_in_bfloat16_are_told_apart(isa: str) -> None:
     weight = np.zeros((6, 4), np.float32)
     weight[:, 0] = [0.5, 1.0, 1.0001, 0.9, 1.0002, 0.1]
     ids, _ = kernels_moe.route(np.array([[1, 0, 0, 0]], np.float32), weight, RouterSpec(6, 2), isa=isa)
@@ -100,7 +100,9 @@ def test_logits_that_are_equal_in_bfloat16_are_told_apart(isa: str) -> None:
 @by_isa
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_logit_that_is_not_finite_is_an_error_and_the_router_goes_on(isa: str, tokens: int, bad: float) -> None:
+def test_report_d14_a_logit_that_is_not_finite_is_an_error_and_the_router_goes_on(
+    isa: str, tokens: int, bad: float
+) -> None:
     x, weight, router = normal(1, tokens, 24), normal(2, 8, 24), RouterSpec(8, 2)
     x[-1, 3] = bad
     with pytest.raises(ComputeError, match=rf"NaN or Inf in the router of layer -1 at position {tokens - 1}"):
@@ -142,7 +144,7 @@ def dense(
 
 @by_isa
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS.keys())
-def test_experts_are_dense_ffns_weighted(isa: str, options: dict[str, Any]) -> None:
+def test_report_d19_experts_are_dense_ffns_weighted(isa: str, options: dict[str, Any]) -> None:
     """At M = 1, as few rows of an expert (GEMV) and as many (GEMM); widths with tails in every group size."""
     for count, k, width, inter, tokens in (
         (8, 2, 64, 172, 1),
@@ -193,7 +195,7 @@ def test_threads_batch_order_and_fusion_change_no_bit(isa: str, options: dict[st
 
 @by_isa
 @pytest.mark.parametrize("tokens", [1, 2, 30])
-def test_all_tokens_to_one_expert_and_experts_nobody_chose(isa: str, tokens: int) -> None:
+def test_report_d20_all_tokens_to_one_expert_and_experts_nobody_chose(isa: str, tokens: int) -> None:
     count, width, inter = 6, 32, 24
     x, weight, stacks = np.abs(normal(1, tokens, width)), normal(2, count, width), experts(count, width, inter)
     weight[4] += 100
@@ -205,7 +207,7 @@ def test_all_tokens_to_one_expert_and_experts_nobody_chose(isa: str, tokens: int
         assert_same_bits(y, alone, f"{quant}: weight 1 of one expert")
 
 
-def test_every_expert_chosen_is_the_dense_weighted_sum() -> None:
+def test_report_d21_every_expert_chosen_is_the_dense_weighted_sum() -> None:
     count, width, inter = 4, 32, 24
     router = RouterSpec(count, count)
     x, weight, stacks = normal(1, 7, width), normal(2, count, width) / 4, experts(count, width, inter)

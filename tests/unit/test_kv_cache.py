@@ -61,7 +61,7 @@ def test_layers_of_one_shape_share_a_group(pool: KvPool) -> None:
 
 
 @pytest.mark.parametrize("length", [1, KV_BLOCK - 1, KV_BLOCK, KV_BLOCK + 1, 2 * KV_BLOCK, 2 * KV_BLOCK + 1])
-def test_blocks_are_taken_as_tokens_need_them(engine: pyengine.Engine, pool: KvPool, length: int) -> None:
+def test_malformed_g12_blocks_are_taken_as_tokens_need_them(engine: pyengine.Engine, pool: KvPool, length: int) -> None:
     """Also G12: prompts around a block's border give what they give in one token after another."""
     sequence = Sequence(pool)
     ids = ids_of(length + 1)
@@ -136,7 +136,7 @@ def test_truncated_tokens_are_forgotten(tmp_path: Path, length: int) -> None:
         assert sorted(one.pool.free[0]) == list(range(one.pool.size[0]))
 
 
-def test_a_window_refuses_to_go_back_to_what_it_gave_away(engine: pyengine.Engine, pool: KvPool) -> None:
+def test_report_c32_a_window_refuses_to_go_back_to_what_it_gave_away(engine: pyengine.Engine, pool: KvPool) -> None:
     sequence = Sequence(pool)
     ids = ids_of(100)
     step(engine, [sequence], [ids])

@@ -53,7 +53,7 @@ def test_a_stack_of_too_few_experts_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, BAD, name, "shape [7, 96, 48]", "expected [8, 96, 48]")
 
 
-def test_an_expert_that_is_missing_or_not_finite_is_named(tmp_path: Path) -> None:
+def test_report_a27_an_expert_that_is_missing_or_not_finite_is_named(tmp_path: Path) -> None:
     tensors = tiny_tensors(CONFIGS["mixtral"])
     name = "model.layers.1.block_sparse_moe.experts.5.w3.weight"
     tensors[name] = tensors[name].copy()
@@ -86,7 +86,7 @@ KEYS: list[tuple[str, dict[str, Any], Any, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("case", "changes", "error", "texts"), KEYS)
-def test_bad_keys_are_refused_by_name(
+def test_malformed_d22_report_d21_bad_keys_are_refused_by_name(
     tmp_path: Path, case: str, changes: dict[str, Any], error: Any, texts: tuple[str, ...]
 ) -> None:
     write_tiny_model(tmp_path, {**CONFIGS[case], **changes}, tensors=tiny_tensors(CONFIGS[case]))
@@ -133,12 +133,12 @@ def test_grouped_routing_of_a_config() -> None:
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(changes: dict[str, Any], text: str) -> None:
+def test_malformed_d24_report_d16_groups_that_cannot_be_are_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(pyengine.PyEngineError, match=f"key '{text}'"):
         ffn_specs(ConfigValues(Path("config.json"), {**DEEPSEEK, **changes}, {}), V3, FFNSpec(18432), 1)
 
 
-def test_the_router_stays_float_and_a_token_reads_its_experts_alone(tmp_path: Path) -> None:
+def test_report_a25_d11_the_router_stays_float_and_a_token_reads_its_experts_alone(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, CONFIGS["qwen3_moe"])
     with pyengine.load(tmp_path, quant="int4", calibration=False) as one:
         w, weights = one.weights.layers[0], one.weights
@@ -258,7 +258,7 @@ def test_taps_of_experts_do_not_depend_on_chunks_or_fusion(tmp_path: Path, quant
         assert_close(shown[0][1, "act"], taps["act"][1], 1e-4, "act")
 
 
-def test_nan_in_the_router_names_the_layer(tmp_path: Path) -> None:
+def test_malformed_f14_nan_in_the_router_names_the_layer(tmp_path: Path) -> None:
     tensors = tiny_tensors(CONFIGS["qwen3_moe"])
     tensors["model.layers.0.mlp.experts.0.down_proj.weight"] = np.full((96, 48), 3e38, np.float32)
     tensors["model.layers.0.mlp.gate.weight"] = np.zeros((8, 96), np.float32)

@@ -72,7 +72,7 @@ def test_interleaved_streams_keep_their_bits_and_times(engine: pyengine.Engine) 
     assert min(seen) < 5 * max(one.decode_breakdown["ffn"] for one in alone) + 0.5
 
 
-def test_threads_at_once_keep_their_bits_and_times(engine: pyengine.Engine) -> None:
+def test_report_g20_threads_at_once_keep_their_bits_and_times(engine: pyengine.Engine) -> None:
     alone = [engine.generate([*PROMPT, i], max_tokens=25, ignore_eos=True).tokens for i in range(4)]
     results: dict[int, pyengine.GenerationResult] = {}
 
@@ -122,7 +122,7 @@ def test_a_stream_outlives_its_engine(tight: pyengine.Engine, taken: int) -> Non
             check_times(stream.result)
 
 
-def test_a_batch_is_checked_before_it_computes(tight: pyengine.Engine) -> None:
+def test_malformed_g24_a_batch_is_checked_before_it_computes(tight: pyengine.Engine) -> None:
     for prompts in ([PROMPT, []], [PROMPT, [258]], [PROMPT, ""], "text", [PROMPT, b"text"]):
         with pytest.raises(errors.RequestError):
             tight.generate_batch(prompts, max_tokens=1)
@@ -203,7 +203,7 @@ def test_pieces_joined_are_the_text_and_the_record_is_json(engine: pyengine.Engi
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["usage"]["prompt_tokens"] == 5
 
 
-def test_a_stop_string_ends_the_text_before_it(engine: pyengine.Engine) -> None:
+def test_malformed_g21_report_f20_a_stop_string_ends_the_text_before_it(engine: pyengine.Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     whole = engine.generate("Hello", **options).text
     stop = next(
@@ -217,7 +217,7 @@ def test_a_stop_string_ends_the_text_before_it(engine: pyengine.Engine) -> None:
     assert (result.finish_reason, result.stop_reason) == ("stop", stop)
 
 
-def test_an_empty_text_without_bos_is_refused(engine: pyengine.Engine) -> None:
+def test_malformed_g06_an_empty_text_without_bos_is_refused(engine: pyengine.Engine) -> None:
     with pytest.raises(errors.RequestError, match="empty prompt"):
         engine.generate("")
 
@@ -317,7 +317,7 @@ def test_memory_is_checked_first(folder: Path, tight: pyengine.Engine, monkeypat
     assert tight.pool.size == [4]
 
 
-def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_malformed_g28_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", CONFIG).rename(tmp_path / os.fsdecode(b"bad\xff name"))
     for path in (folder, os.fspath(folder), os.fsencode(folder)):
         with pyengine.load(path, quant="f32") as one:
@@ -334,7 +334,7 @@ def test_progress_counts_to_its_total(folder: Path) -> None:
     assert {(total, what) for _, total, what in said} == {(3, "loading")}
 
 
-def test_a_file_or_an_empty_folder_is_no_model(folder: Path, tmp_path: Path) -> None:
+def test_malformed_g28_a_file_or_an_empty_folder_is_no_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.RequestError, match="a file; expected the folder"):
         pyengine.load(folder / "config.json")
     with pytest.raises(errors.ModelFormatError, match=r"config\.json: no such file"):

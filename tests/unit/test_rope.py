@@ -84,7 +84,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_llama3_zones(name: str) -> None:
+def test_report_c01_c02_llama3_zones(name: str) -> None:
     dim, factor, kept, blended, divided = TABLES[name]
     plain = 500000.0 ** -(np.arange(0, dim, 2) / dim)
     found, attention = inv_freq(spec("llama3", dim, 500000.0, **{**LLAMA3, "factor": factor}))
@@ -117,7 +117,7 @@ YARN = {"original_max_position_embeddings": 2048.0}
         ({"factor": 4.0, "attention_factor": 0.5, "mscale": 1.0, "mscale_all_dim": 0.707}, 0.5),
     ],
 )
-def test_yarn_attention_factor(parameters: dict[str, float], expected: float) -> None:
+def test_report_c05_c06_yarn_attention_factor(parameters: dict[str, float], expected: float) -> None:
     rope = spec("yarn", **YARN, **parameters)
     assert inv_freq(rope)[1] == pytest.approx(expected, rel=1e-9)
     cos, sin = cos_sin(rope, 0, 1)  # angle 0
@@ -183,7 +183,7 @@ def test_dynamic_row_is_the_frequencies_of_its_own_length() -> None:
     assert np.abs(sin[0] - np.sin(np.float32(50) * inv_freq(rope, 100)[0])).max() > 1e-3
 
 
-def test_theta_is_used() -> None:
+def test_report_c10_c39_theta_is_used() -> None:
     assert np.abs(inv_freq(replace(KINDS["default"], theta=1e6))[0] / inv_freq(KINDS["default"])[0] - 1).max() > 0.9
 
 

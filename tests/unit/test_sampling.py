@@ -118,7 +118,7 @@ def test_every_token_is_the_one_the_rules_give(
             assert token == expected or margin < 1e-12
 
 
-def test_ties_go_to_the_lowest_id(flat: pyengine.Engine) -> None:
+def test_malformed_g13_report_f01_ties_go_to_the_lowest_id(flat: pyengine.Engine) -> None:
     assert flat.generate(PROMPT, max_tokens=3, ignore_eos=True).tokens == [0, 0, 0]
     drawn = {
         flat.generate(PROMPT, max_tokens=1, temperature=1.0, top_k=2, seed=seed, ignore_eos=True).tokens[0]
@@ -129,7 +129,7 @@ def test_ties_go_to_the_lowest_id(flat: pyengine.Engine) -> None:
         assert flat.generate(PROMPT, max_tokens=2, temperature=9.0, seed=3, ignore_eos=True, **options).tokens == [0, 0]
 
 
-def test_top_p_keeps_the_fewest_that_reach_it(flat: pyengine.Engine) -> None:
+def test_malformed_g15_top_p_keeps_the_fewest_that_reach_it(flat: pyengine.Engine) -> None:
     """97 equal weights: 0.1 of them is reached by the tenth."""
     draws = [
         flat.generate(PROMPT, max_tokens=1, temperature=1.0, top_p=0.1, seed=seed, ignore_eos=True).tokens[0]
@@ -139,13 +139,13 @@ def test_top_p_keeps_the_fewest_that_reach_it(flat: pyengine.Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4])
-def test_a_tiny_temperature_is_greedy(engine: pyengine.Engine, temperature: float) -> None:
+def test_malformed_g14_report_f02_a_tiny_temperature_is_greedy(engine: pyengine.Engine, temperature: float) -> None:
     greedy = engine.generate(PROMPT, max_tokens=10, ignore_eos=True).tokens
     sampled = engine.generate(PROMPT, max_tokens=10, temperature=temperature, seed=5, ignore_eos=True)
     assert sampled.tokens == greedy
 
 
-def test_a_huge_temperature_is_uniform(engine: pyengine.Engine) -> None:
+def test_malformed_g14_a_huge_temperature_is_uniform(engine: pyengine.Engine) -> None:
     draws = [
         engine.generate(PROMPT, max_tokens=1, temperature=1e308, seed=seed, ignore_eos=True).tokens[0]
         for seed in range(970)
@@ -154,14 +154,14 @@ def test_a_huge_temperature_is_uniform(engine: pyengine.Engine) -> None:
     assert np.square(counts - 10).sum() / 10 < 160  # chi-squared of 96 degrees: 160 is 1 in 10,000
 
 
-def test_top_k_of_the_vocabulary_is_off(engine: pyengine.Engine) -> None:
+def test_malformed_g16_report_f11_f12_top_k_of_the_vocabulary_is_off(engine: pyengine.Engine) -> None:
     options = {"max_tokens": 12, "temperature": 2.0, "seed": 11, "ignore_eos": True}
     plain = engine.generate(PROMPT, **options).tokens
     for top_k in (0, -1, VOCAB, VOCAB + 1, 2**31):
         assert engine.generate(PROMPT, top_k=top_k, **options).tokens == plain
 
 
-def test_log_probabilities_are_of_the_untouched_logits(engine: pyengine.Engine) -> None:
+def test_report_f19_log_probabilities_are_of_the_untouched_logits(engine: pyengine.Engine) -> None:
     result = engine.generate(
         PROMPT, max_tokens=12, temperature=2.0, top_k=4, repetition_penalty=1.5, seed=1, ignore_eos=True
     )

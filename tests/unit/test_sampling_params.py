@@ -62,7 +62,7 @@ def test_defaults_are_greedy() -> None:
         ("ignore_eos", True, True),
     ],
 )
-def test_values_that_are_taken(name: str, value: Any, kept: Any) -> None:
+def test_malformed_g08_g14_g15_g16_g18_g20_g21_values_that_are_taken(name: str, value: Any, kept: Any) -> None:
     got = getattr(SamplingParams(**{name: value}), name)
     assert got == kept
     assert type(got) is type(kept)
@@ -111,7 +111,7 @@ def test_values_that_are_taken(name: str, value: Any, kept: Any) -> None:
         ("ignore_eos", "no", "True or False"),
     ],
 )
-def test_values_that_are_refused(name: str, value: Any, says: str) -> None:
+def test_malformed_g08_g14_g15_g16_g18_g20_g21_values_that_are_refused(name: str, value: Any, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert name.split("_")[0] in str(caught.value)
@@ -138,7 +138,7 @@ def test_unknown_values_are_refused() -> None:
         [np.int64(0), np.int32(96)],
     ],
 )
-def test_token_ids_of_every_integer_kind(ids: Any) -> None:
+def test_malformed_g04_token_ids_of_every_integer_kind(ids: Any) -> None:
     got = check_token_ids(ids, 97)
     assert got == [0, 96]
     assert {type(i) for i in got} == {int}
@@ -174,7 +174,7 @@ def test_no_token_ids_are_still_a_list() -> None:
         (np.array([[1]]), "(1, 1)"),
     ],
 )
-def test_token_ids_that_are_refused(ids: Any, says: str) -> None:
+def test_malformed_g01_g02_g03_g04_report_f16_token_ids_that_are_refused(ids: Any, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         check_token_ids(ids, 97)
     assert says in str(caught.value)

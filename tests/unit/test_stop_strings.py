@@ -39,7 +39,9 @@ def matched(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]
         (["x"], ["", "x"], (["", ""], "x")),
     ],
 )
-def test_stop_strings(stops: list[str], pieces: list[str], expected: tuple[list[str], str | None]) -> None:
+def test_malformed_g21_report_f20_f21_stop_strings(
+    stops: list[str], pieces: list[str], expected: tuple[list[str], str | None]
+) -> None:
     assert matched(stops, pieces) == expected
 
 

@@ -48,7 +48,7 @@ FILTERED = (
     ],
     ids=["loops", "loops in a thread", "macros", "four loops", "filtered loop"],
 )
-def test_two_seconds(tokenizer: Tokenizer, source: str, in_thread: bool) -> None:
+def test_malformed_e26_two_seconds(tokenizer: Tokenizer, source: str, in_thread: bool) -> None:
     chat = template(tokenizer, source)
     caught: list[BaseException] = []
 
@@ -105,7 +105,7 @@ def test_two_seconds(tokenizer: Tokenizer, source: str, in_thread: bool) -> None
         "{% set b = 'a' * 9000000 %}{% for i in range(999) %}{% set x = b + 'c' %}{% endfor %}",
     ],
 )
-def test_sixteen_mebibytes(tokenizer: Tokenizer, source: str) -> None:
+def test_malformed_e27_sixteen_mebibytes(tokenizer: Tokenizer, source: str) -> None:
     started = time.process_time()
     with pytest.raises(ChatTemplateError, match=r"a\.jinja(, line 1)?: .+; expected"):
         template(tokenizer, source).render(USER)

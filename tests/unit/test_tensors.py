@@ -218,7 +218,7 @@ def test_interleaved_rows_keep_their_place_in_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 @pytest.mark.parametrize("text", ["ministral3", "mistral_window"])
-def test_the_decoder_of_a_model_of_several_parts(text: str, prefix: str, tmp_path: Path) -> None:
+def test_report_b29_the_decoder_of_a_model_of_several_parts(text: str, prefix: str, tmp_path: Path) -> None:
     inner = CONFIGS[text]
     tensors = tiny_tensors(inner)
     head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"

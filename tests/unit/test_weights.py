@@ -115,7 +115,7 @@ def test_the_other_tensors_are_as_stored(engine: pyengine.Engine, tensors: Tenso
     ("quant", "layers", "head"),
     [("f32", "f32", "f32"), ("bf16", "bf16", "bf16"), ("int8", "int8", "int8"), ("int4", "int4 minimum", "int8")],
 )
-def test_each_kind_of_matrix_has_its_format(folder: Path, quant: str, layers: str, head: str) -> None:
+def test_report_a06_each_kind_of_matrix_has_its_format(folder: Path, quant: str, layers: str, head: str) -> None:
     with load(folder, quant) as one:
         kinds = {
             unpack(one.backend.tensor_bytes(tensor)).kind
@@ -263,7 +263,7 @@ def panel_bytes(columns: int, quant: str, group: int, scheme: str | None) -> int
         *(("int4", group, scheme) for group in (32, 64, 128) for scheme in ("minimum", "symmetric")),
     ],
 )
-def test_bits_per_weight_are_what_lies_in_memory(
+def test_report_a04_bits_per_weight_are_what_lies_in_memory(
     tmp_path: Path, quant: str, group: int | None, scheme: str | None
 ) -> None:
     config = {**CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}

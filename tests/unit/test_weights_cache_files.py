@@ -196,7 +196,7 @@ def test_a_disk_without_three_times_the_space_is_left_alone(
         assert len(list(home.iterdir())) == written
 
 
-def test_a_full_disk_leaves_nothing_behind(model: Path, home: Path) -> None:
+def test_report_b25_a_full_disk_leaves_nothing_behind(model: Path, home: Path) -> None:
     """A limit on file sizes fails the write in the core as a full disk does."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))
@@ -236,7 +236,7 @@ def test_a_read_only_folder_is_used(model: Path, home: Path, fresh: list[int], m
     assert lines[0].endswith("Permission denied")
 
 
-def test_temporary_files_of_dead_processes_go(model: Path, home: Path) -> None:
+def test_report_b25_temporary_files_of_dead_processes_go(model: Path, home: Path) -> None:
     home.mkdir(parents=True)
     old, new = home / ".dead.weights.tmp", home / ".alive.weights.tmp"
     for path in (old, new):
