@@ -6,7 +6,7 @@ time with the characters of their contents replaced, one for one, by private-use
 every special token still to be found is the template's. This does not depend on what the template does to a content
 (trim it, cut it, join it to others), as long as it does the same to the marked one. Where it does not, because it looks
 for a word inside a content, only the special tokens inside contents are marked, and what at a content's border could
-become one.
+become one. A template that looks for those gets an error: no ids would be those of its text with its own tokens alone.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def encode_chat(
     """Token ids of a conversation; nothing is added to what the template writes (it writes BOS itself, if any).
 
     allow_special: special tokens inside messages are parsed too. Errors: those of `ChatTemplate.render` and
-    `Tokenizer.encode`.
+    `Tokenizer.encode`; RequestError where the template writes another text when special tokens in messages are marked.
     """
     plain, budget, args = check_messages(messages), Budget(), dict(template_args or {})
     text = template._render(plain, add_generation_prompt, args, budget)
@@ -222,7 +222,11 @@ def encode_chat(
         marked = ""
     if marks.undo(marked) != text:
         marked = render_marked(marks.special_tokens)
-    same = marks.undo(marked) == text and _spans(tokenizer, marked) == _spans(tokenizer, text)
+        if marks.undo(marked) != text:
+            raise RequestError(
+                "the messages hold special tokens that the template looks for; expected messages without them"
+            )
+    same = _spans(tokenizer, marked) == _spans(tokenizer, text)
     if same and not tokenizer.normalizes_special:  # no content has a special token in it
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_parts(list(marks.parts(marked)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pyengine.errors import TokenizerError
-from pyengine.strict_json import shown
+from pyengine.strict_json import MAX_DEPTH, shown
 
 MAX_TOKENIZER_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 16 << 20
@@ -142,9 +142,11 @@ def read_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     return document
 
 
-def _types(path: Path, key: str, part: Any, parts: str) -> Iterator[Any]:
+def _types(path: Path, key: str, part: Any, parts: str, depth: int = 0) -> Iterator[Any]:
     if part is None:
         return
+    if depth > MAX_DEPTH:
+        raise TokenizerError(f"{path}: {key}: nested deeper than {MAX_DEPTH}; expected fewer Sequences in Sequences")
     if not isinstance(part, dict):
         raise TokenizerError(f"{path}: {key} is {shown(part)}; expected an object with a type, or null")
     yield part.get("type")
@@ -154,7 +156,7 @@ def _types(path: Path, key: str, part: Any, parts: str) -> Iterator[Any]:
             raise TokenizerError(f"{path}: {key} is a Sequence without a list {parts!r}; expected one")
         for item in inner:
             if item is not None:
-                yield from _types(path, key, item, parts)
+                yield from _types(path, key, item, parts, depth + 1)
 
 
 def _check_vocab(path: Path, vocab: Any) -> dict[str, int]:
