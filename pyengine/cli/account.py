@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from pyengine.cli import _options, _output
+from pyengine.cli import _files, _options, _output
 
 
 def add_parser(commands: Any) -> None:
@@ -26,15 +25,15 @@ def add_parser(commands: Any) -> None:
         "-t", "--threads", type=int, metavar="N", help="threads whose limits count; also PYENGINE_THREADS"
     )
     what.add_argument("--explain", action="store_true", help="the arithmetic, line by line")
-    what.add_argument("--html", metavar="FILE", help="also write a page that needs nothing else")
+    _files.add_files(what)
     _options.add_common(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyengine.reports import html
     from pyengine.reports.account import account
 
+    _files.check_files(args)
     result = account(
         _options.config_file(args),
         context=args.context,
@@ -50,8 +49,7 @@ def run(args: argparse.Namespace) -> int:
             _output.warning(note)
     if args.verbose and result.anatomy.not_run is not None:
         _output.message(f"does not run here: {result.anatomy.not_run}")
-    if args.html is not None:
-        html.write(Path(args.html), result.to_html())
+    _files.write_files(args, result)
     if args.json:
         _output.print_json({**result.to_json(), **({"explain": result.explain()} if args.explain else {})})
         return 0

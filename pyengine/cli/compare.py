@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pyengine.cli import _options, _output
+from pyengine.cli import _files, _options, _output
 from pyengine.errors import RequestError
 
 EXIT_QUALITY_GATE = 7
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     measure.add_argument("--swap", action="store_true", help="quantize one module at a time, rank them by their KL")
     measure.add_argument("-p", "--prompt", metavar="TEXT", help="greedy texts of both for this raw prompt")
     measure.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens of those (64)")
-    measure.add_argument("--html", metavar="FILE", help="also write a page that needs nothing else")
+    _files.add_files(measure)
     measure.add_argument("--max-kld", type=float, metavar="X", help="exit 7 if the mean KL is above X nats")
     _options.add_engine(parser)
     _options.add_common(parser)
@@ -77,22 +77,19 @@ def baseline_of(args: argparse.Namespace, folder: Path) -> tuple[Path, str]:
 
 def check(args: argparse.Namespace) -> None:
     """RequestError for options that mean nothing, before anything is loaded."""
-    from pyengine.reports import html
-
     if args.max_kld is not None and not (math.isfinite(args.max_kld) and args.max_kld >= 0):
         raise RequestError(f"--max-kld {args.max_kld}; expected a finite number of at least 0")
     if args.max_tokens is not None and args.prompt is None:
         raise RequestError("--max-tokens without --prompt; expected a prompt for the greedy texts")
     if args.max_tokens is not None and args.max_tokens < 1:
         raise RequestError(f"--max-tokens {args.max_tokens}; expected at least 1")
-    if args.html is not None:
-        html.check_writable(Path(args.html))
+    _files.check_files(args)
     _options.engine_arguments(args)
 
 
 def run(args: argparse.Namespace) -> int:
     from pyengine.reports import compare as report
-    from pyengine.reports import compare_models, html
+    from pyengine.reports import compare_models
     from pyengine.reports.compare_baseline import Options, Side
 
     check(args)
@@ -110,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
         result = compare_models.compare_sides(*sides, text, options, progress)
     finally:
         progress.close()
-    if args.html is not None:
-        html.write(Path(args.html), result.to_html())
+    _files.write_files(args, result)
     if args.json:
         _output.print_json(result.to_json())
     else:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from pyengine.cli import _options, _output
+from pyengine.cli import _files, _options, _output
 
 
 def lengths(text: str) -> list[int]:
@@ -41,30 +39,24 @@ def add_parser(commands: Any) -> None:
         "--contexts", type=lengths, default=[], metavar="LIST", help="decode there too, such as 128,1024,8192"
     )
     what.add_argument("--trace", metavar="FILE", help="also write a Chrome trace of the prompt and the steps (JSON)")
-    what.add_argument("--html", metavar="FILE", help="also write a page that needs nothing else")
+    _files.add_files(what)
     _options.add_engine(parser)
     _options.add_common(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyengine.reports import html
     from pyengine.reports.profile import profile
 
     _options.engine_arguments(args)
-    for file in (args.html, args.trace):
-        if file is not None:
-            html.check_writable(Path(file))
+    _files.check_files(args)
     with _options.open_engine(args, _options.model_folder(args)) as engine:
         progress = _output.Progress(quiet=args.quiet)
         try:
             result = profile(engine, context=args.context, steps=args.steps, contexts=args.contexts, progress=progress)
         finally:
             progress.close()
-    if args.trace is not None:
-        html.write(Path(args.trace), json.dumps(result.to_trace()))
-    if args.html is not None:
-        html.write(Path(args.html), result.to_html())
+    _files.write_files(args, result)
     if args.json:
         _output.print_json(result.to_json())
     else:

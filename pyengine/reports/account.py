@@ -257,6 +257,17 @@ class Account:
 
         return page(self)
 
+    def to_png(self, path: str | os.PathLike[str]) -> None:
+        """The page's pictures as one PNG file.
+
+        Errors: ResourceError without the extra [viz], RequestError for a path that cannot be written.
+        """
+        from pyengine.reports import account_pictures, account_text, png
+
+        png.write(
+            path, [self.model, f"parameters: {account_text.parameters_line(self)}"], account_pictures.pictures(self)
+        )
+
     def _repr_html_(self) -> str:
         from pyengine.reports.account_html import fragment
 

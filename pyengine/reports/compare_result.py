@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -121,6 +122,15 @@ class CompareResult:
         from pyengine.reports.compare_html import page
 
         return page(self)
+
+    def to_png(self, path: str | os.PathLike[str]) -> None:
+        """The page's pictures as one PNG file.
+
+        Errors: ResourceError without the extra [viz], RequestError for a path that cannot be written.
+        """
+        from pyengine.reports import compare_pictures, compare_text, png
+
+        png.write(path, compare_text.title(self), compare_pictures.pictures(self))
 
     def _repr_html_(self) -> str:
         from pyengine.reports.compare_html import fragment

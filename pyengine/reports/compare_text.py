@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyengine.reports.tables import table
+from pyengine.reports.tables import facts, table
 
 if TYPE_CHECKING:
     from pyengine.reports.compare_layers import ModuleError
@@ -16,7 +16,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def report(r: CompareResult) -> str:
-    lines = [*summary_lines(r)]
+    lines = facts(summary(r))
     if r.layers:
         lines += [
             "",
@@ -37,24 +37,43 @@ def plus_minus(value: float, error: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" +- {error:.{digits}f}")
 
 
-def summary_lines(r: CompareResult) -> list[str]:
+def summary(r: CompareResult) -> list[tuple[str, str]]:
+    """What was compared and how far apart it is, by name."""
     text, group, d = r.text, f" g{r.group_size}" if r.group_size else "", r.delta_p
     return [
-        f"model       {r.model}",
-        f"formats     {r.quant}{group}, {r.bits_per_weight:.2f} bits per weight, against {r.baseline}"
-        + ("" if r.against == r.model else f" of {r.against}")
-        + ("" if r.loaded == "together" else f"; loaded {r.loaded}"),
-        f"text        {text['name']}, {text['bytes']} bytes, sha256 {text['sha256'][:16]}",
-        f"tokens      {r.tokens} in windows of {r.window}, second half scored, {r.scored} in all",
-        f"KL          mean {plus_minus(r.mean_kld, r.mean_kld_stderr, 5)}  median {r.median_kld:.5f}  p99 "
-        f"{r.p99_kld:.4f}  max {r.max_kld:.4f} nats",
-        f"top-1       {100 * r.top1_agreement:.2f} % agree",
-        f"perplexity  {plus_minus(r.ppl_baseline, r.ppl_baseline_stderr, 4)} -> "
-        f"{plus_minus(r.ppl_quant, r.ppl_quant_stderr, 4)}",
-        f"true token  probability {100 * d['mean']:+.3f} % in the mean, {100 * d['rms']:.2f} % rms; "
-        f"p1 {100 * d['p1']:+.1f}, p5 {100 * d['p5']:+.1f}, p95 {100 * d['p95']:+.1f}, p99 {100 * d['p99']:+.1f} %",
-        *(f"note        {note}" for note in r.notes),
+        ("model", r.model),
+        (
+            "formats",
+            f"{r.quant}{group}, {r.bits_per_weight:.2f} bits per weight, against {r.baseline}"
+            + ("" if r.against == r.model else f" of {r.against}")
+            + ("" if r.loaded == "together" else f"; loaded {r.loaded}"),
+        ),
+        ("text", f"{text['name']}, {text['bytes']} bytes, sha256 {text['sha256'][:16]}"),
+        ("tokens", f"{r.tokens} in windows of {r.window}, second half scored, {r.scored} in all"),
+        (
+            "KL",
+            f"mean {plus_minus(r.mean_kld, r.mean_kld_stderr, 5)}  median {r.median_kld:.5f}  p99 "
+            f"{r.p99_kld:.4f}  max {r.max_kld:.4f} nats",
+        ),
+        ("top-1", f"{100 * r.top1_agreement:.2f} % agree"),
+        (
+            "perplexity",
+            f"{plus_minus(r.ppl_baseline, r.ppl_baseline_stderr, 4)} -> "
+            f"{plus_minus(r.ppl_quant, r.ppl_quant_stderr, 4)}",
+        ),
+        (
+            "true token",
+            f"probability {100 * d['mean']:+.3f} % in the mean, {100 * d['rms']:.2f} % rms; "
+            f"p1 {100 * d['p1']:+.1f}, p5 {100 * d['p5']:+.1f}, p95 {100 * d['p95']:+.1f}, p99 {100 * d['p99']:+.1f} %",
+        ),
+        *(("note", note) for note in r.notes),
     ]
+
+
+def title(r: CompareResult) -> list[str]:
+    """Lines above a picture that stands alone."""
+    said = [f"{name} {text}" for name, text in summary(r) if name in ("KL", "top-1", "perplexity")]
+    return [f"{r.model}: {r.quant} against {r.baseline}", *said]
 
 
 def modules_of(r: CompareResult) -> list[str]:

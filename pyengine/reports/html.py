@@ -1,52 +1,61 @@
-"""Stage 6, html: what reports share as HTML: one self-contained page, tables, and stacked bars as inline SVG.
+"""Stage 6, html: what reports share as HTML: one self-contained page, tables, and drawings as inline SVG.
 
 No script, no network: style is in the page, light or dark as the reader's system says, and plain when printed. Every
-number of a bar is also in a table beside it.
+number of a picture is also in a table beside it. On a narrow screen pictures and tables scroll in their own boxes.
 """
 
 from __future__ import annotations
 
 import html
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
-from pyengine.errors import RequestError, ResourceError
+from pyengine.reports import drawing
+from pyengine.reports.drawing import DARK, LIGHT, STRIP_OPACITY, STRIP_RGB, Drawing, Palette, Strip
 
 CLASS = "pyengine-report"
-WIDTH, LABEL, END, ROW, BAR = 1000, 130, 110, 34, 22  # of a chart, in its own units; END: room for a row's total
-CHARACTER = 7.2  # width of one, about
-LIGHT = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#975a16", "#97266d", "#4a5568", "#0987a0")
-DARK = ("#63b3ed", "#f6ad55", "#68d391", "#b794f4", "#f6e05e", "#f687b3", "#a0aec0", "#76e4f7")
+LONG = 40  # characters of a cell that may be broken into lines
 
 
 def _style() -> str:
-    def colours(values: Sequence[str]) -> str:
-        return "".join(f"--s{i}:{value};" for i, value in enumerate(values))
+    def variables(palette: Palette, light: str, dark: str) -> str:
+        """light, dark: of text on a colour where only the light, or the dark, palette's `on` reads better."""
+        p = palette
+        series = "".join(f"--s{i}:{value};" for i, value in enumerate(p.series))
+        return (
+            f"--text:{p.text};--faint:{p.faint};--line:{p.line};--page:{p.page};--on:{p.on};"
+            f"--onl:{light};--ond:{dark};{series}"
+        )
 
-    light = f"--text:#1a202c;--faint:#4a5568;--line:#cbd5e0;--page:#ffffff;--on:#ffffff;{colours(LIGHT)}"
-    dark = f"--text:#e2e8f0;--faint:#a0aec0;--line:#4a5568;--page:#171923;--on:#1a202c;{colours(DARK)}"
-    c = "." + CLASS
-    fills = "".join(f"{c} .s{i}{{fill:var(--s{i});background:var(--s{i})}}" for i in range(len(LIGHT)))
-    lines = "".join(f"{c} .l{i}{{stroke:var(--s{i});stroke-width:2;fill:none}}" for i in range(len(LIGHT)))
+    bright, dim = variables(LIGHT, LIGHT.on, LIGHT.text), variables(DARK, DARK.text, DARK.on)
+    c, count = "." + CLASS, range(len(LIGHT.series))
+    fills = "".join(f"{c} .s{i}{{fill:var(--s{i});background:var(--s{i});border-color:var(--s{i})}}" for i in count)
+    lines = "".join(f"{c} .l{i}{{stroke:var(--s{i});stroke-width:2;fill:none}}" for i in count)
+    on = "".join(f"{c} svg text.{name}{{fill:var(--{name})}}" for name in ("on", "onl", "ond"))
     return (
-        f"{c}{{{light}color:var(--text);background:var(--page);font:15px/1.5 system-ui,sans-serif;max-width:62rem;"
-        f"margin:0 auto;padding:1rem}}@media(prefers-color-scheme:dark){{{c}{{{dark}}}}}"
-        f"@media print{{{c}{{{light}font-size:10pt;max-width:none}}{c} section{{break-inside:avoid}}"
-        f"{c} *{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}"
-        f"{c} table{{border-collapse:collapse;margin:.5rem 0;font-variant-numeric:tabular-nums}}"
-        f"{c} table{{display:block;overflow-x:auto}}"
-        f"{c} th,{c} td{{border-bottom:1px solid var(--line);padding:.15rem .6rem;text-align:right;color:var(--text)}}"
+        f"{c}{{{bright}color:var(--text);background:var(--page);font:15px/1.5 system-ui,sans-serif;max-width:62rem;"
+        f"margin:0 auto;padding:1rem;overflow-wrap:anywhere}}@media(prefers-color-scheme:dark){{{c}{{{dim}}}}}"
+        f"{c} table{{border-collapse:collapse;margin:.5rem 0;font-variant-numeric:tabular-nums;display:block;"
+        f"overflow-x:auto}}"
+        f"{c} th,{c} td{{border-bottom:1px solid var(--line);padding:.15rem .6rem;text-align:right;color:var(--text);"
+        f"white-space:nowrap}}{c} .long{{white-space:normal;min-width:16rem;text-align:left}}"
+        f"{c} .long span{{display:inline-block;margin-right:.4em}}"
         f"{c} th:first-child,{c} td:first-child{{text-align:left}}"
+        f"{c} .facts th,{c} .facts td{{border:0;padding:.05rem 1rem .05rem 0;text-align:left;vertical-align:top}}"
+        f"{c} .facts th{{font-weight:normal;color:var(--faint)}}{c} .facts td{{white-space:normal}}"
         f"{c} h1{{font-size:1.5rem}}{c} h2{{font-size:1.15rem;margin-top:1.6rem}}{c} p{{margin:.4rem 0}}"
-        f"{c} pre{{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.82rem;color:var(--text);background:none}}"
-        f"{c} svg{{width:100%;height:auto;display:block}}"
-        f"{c} svg text{{fill:var(--text);font:13px system-ui,sans-serif}}"
-        f"{c} svg text.on{{fill:var(--on)}}{c} .key{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}}"
-        f"{c} .faint{{color:var(--faint)}}{fills}"
+        f"{c} ul{{margin:.4rem 0;padding-left:1.4rem}}"
+        f"{c} pre{{white-space:pre-wrap;font-size:.82rem;color:var(--text);background:none}}"
+        f"{c} .figure{{overflow-x:auto}}{c} svg{{width:100%;min-width:46rem;height:auto;display:block}}"
+        f"{c} svg text{{fill:var(--text);font:13px system-ui,sans-serif}}{on}"
+        f"{c} .keys span{{display:inline-block;margin-right:1em}}"
+        f"{c} .keys i{{display:inline-block;width:.8em;height:.8em;margin-right:.3em}}"
+        f"{c} .keys i.dash{{height:0;vertical-align:middle;width:1.4em;border-width:2px 0 0;border-style:dashed}}"
+        f"{c} .faint{{color:var(--faint)}}{fills}{lines}"
+        f"{c} .keys i.dash{{background:none}}"
         f"{c} .grid{{stroke:var(--line);fill:none}}{c} .dashed{{stroke-dasharray:6 4}}"
-        f"{c} .heat{{fill:var(--s1)}}{c} .strip{{white-space:pre-wrap;overflow-wrap:anywhere}}{lines}"
+        f"{c} .strip{{white-space:pre-wrap}}{c} mark{{background:#f6ad55;color:#1a202c}}"
+        f"@media print{{{c}{{{bright}font-size:10pt;max-width:none}}{c} section{{break-inside:avoid}}"
+        f"{c} svg{{min-width:0}}{c} *{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}"
     )
 
 
@@ -83,94 +92,77 @@ def preformatted(lines: Sequence[str]) -> str:
     return f"<pre>{escape(chr(10).join(lines))}</pre>"
 
 
+def items(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> str:
+    """Names, and what there is to say of each."""
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in pairs)
+    return f'<table class="facts"><tbody>{rows}</tbody></table>'
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells as text, the first column to the left."""
+    """Cells as text, the first column and columns of long texts to the left. Two blanks: a good place for a break."""
+    wide = {i for row in rows for i, cell in enumerate(row) if len(cell) > LONG}
 
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        out = []
+        for i, text in enumerate(cells):
+            parts = (
+                "  ".join(f"<span>{escape(part)}</span>" for part in text.split("  ")) if i in wide else escape(text)
+            )
+            out.append(f'<{tag} class="long">{parts}</{tag}>' if i in wide else f"<{tag}>{parts}</{tag}>")
+        return f"<tr>{''.join(out)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)
     return f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A row of a chart: parts by series, and the text behind it."""
+def _shape(shape: drawing.Shape) -> str:
+    title = f"<title>{escape(shape.title)}</title>" if isinstance(shape, drawing.Rect | drawing.Circle) else ""
+    match shape:
+        case drawing.Rect(x, y, width, height, colour, _, opacity):
+            pale = f' style="fill-opacity:{opacity:.3f}"' if opacity < 1 else ""
+            at = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:g}"'
+            return f'<rect class="s{colour}" {at}{pale}>{title}</rect>'
+        case drawing.Circle(x, y, colour, _, radius):
+            return f'<circle class="s{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}">{title}</circle>'
+        case drawing.Line(points, colour, dashed):
+            name = "grid" if colour is None else f"l{colour}"
+            path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+            return f'<path class="{name}{" dashed" if dashed else ""}" d="M{path}"/>'
+        case drawing.Text(x, y, text, anchor, ground, turned):
+            better = ground is not None, *((p.reads_better_on(*ground) for p in (LIGHT, DARK)) if ground else ())
+            name = {(True, True, True): "on", (True, True, False): "onl", (True, False, True): "ond"}.get(better, "")
+            style = f' class="{name}"' if name else ""
+            style += "" if anchor == "start" else f' text-anchor="{anchor}"'
+            style += f' transform="rotate(-90 {x:g} {y:g})"' if turned else ""
+            return f'<text{style} x="{x:.2f}" y="{y:.1f}">{escape(text)}</text>'
 
-    label: str
-    parts: Mapping[str, float]
-    end: str = ""
 
-
-def stacked_bars(title: str, series: Mapping[str, int], bars: Sequence[Bar], *, fractions: bool = False) -> str:
-    """Bars of one scale, or (fractions) each as parts of its own whole. series: parts in order -> number of a colour.
-
-    Parts that are 0 are left out. There are as many colours as in LIGHT.
-    """
-    longest = max((sum(bar.parts.values()) for bar in bars), default=0.0)
-    room = WIDTH - LABEL - END
-    drawn = []
-    for row, bar in enumerate(bars):
-        whole = sum(bar.parts.values())
-        scale = room / (whole if fractions else longest) if whole else 0.0
-        x, y = float(LABEL), row * ROW + (ROW - BAR) / 2
-        middle = y + BAR / 2 + 4.5
-        drawn.append(f'<text x="{LABEL - 8}" y="{middle:.1f}" text-anchor="end">{escape(bar.label)}</text>')
-        for name, colour in series.items():
-            value = bar.parts.get(name, 0.0)
-            if not value:
-                continue
-            width, share = value * scale, f"{100 * value / whole:.1f} %"
-            drawn.append(
-                f'<rect class="s{colour}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{BAR}">'
-                f"<title>{escape(f'{bar.label}, {name}: {share}')}</title></rect>"
-            )
-            if width > CHARACTER * len(share) + 8:
-                at = f'x="{x + width / 2:.2f}" y="{middle:.1f}" text-anchor="middle"'
-                drawn.append(f'<text class="on" {at}>{share}</text>')
-            x += width
-        drawn.append(f'<text x="{x + 8:.2f}" y="{middle:.1f}">{escape(bar.end)}</text>')
-    used = [(i, name) for name, i in series.items() if any(bar.parts.get(name) for bar in bars)]
-    legend = "".join(f'<span class="key s{i}"></span>{escape(name)}' for i, name in used)
-    height = max(len(bars), 1) * ROW
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg><p class="faint">{legend}</p>'
+def figure(d: Drawing) -> str:
+    """A drawing with its caption and legend."""
+    svg = (
+        f'<svg viewBox="0 0 {drawing.WIDTH:g} {d.height:g}" role="img" aria-label="{escape(d.title)}" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(map(_shape, d.shapes))}</svg>'
     )
+    keys = "".join(
+        f'<span><i class="s{key.colour}{" dash" if key.dashed else ""}"></i>{escape(key.name)}</span>'
+        for key in d.legend
+    )
+    legend = f'<p class="faint keys">{keys}</p>' if keys else ""
+    return f'{paragraph(d.caption) if d.caption else ""}<div class="figure">{svg}</div>{legend}'
 
 
-def check_writable(path: Path) -> None:
-    """RequestError, before anything is measured, where `write` could not put a file."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise RequestError(f"{path}: not a regular file; expected a file to write to")
-    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK | os.X_OK):
-        raise RequestError(f"{path}: its folder is not there or not writable; expected a file that can be written")
-
-
-def write(path: Path, text: str) -> None:
-    """The whole file or none: written beside `path` under another name, then renamed.
-
-    A link is followed. Errors: RequestError where there cannot be such a file, ResourceError for a full disk.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise RequestError(f"{path}: not a regular file; expected a file to write to")
-    part = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
-    try:
-        try:
-            with part.open("x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        import errno
-
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        kind = ResourceError if full else RequestError
-        expected = "room for the file" if full else "a file that can be written"
-        raise kind(f"{path}: {error.strerror or error}; expected {expected}") from error
+def strip(s: Strip) -> str:
+    """Coloured text; a token's title shows when it is pointed at."""
+    parts = [paragraph(s.caption)] if s.caption else []
+    for tokens in s.paragraphs:
+        spans = []
+        for token in tokens:
+            colour = ",".join(map(str, STRIP_RGB))
+            style = f' style="background:rgba({colour},{STRIP_OPACITY * token.depth:.2f})"' if token.depth else ""
+            spans.append(f'<span{style} title="{escape(token.title)}">{escape(token.text)}</span>')
+        parts.append(f'<p class="strip">{"".join(spans)}</p>')
+    return "".join(parts)

@@ -3,12 +3,13 @@
 A decode step at context c is the one of the token that sees c tokens, itself included; `steps` steps end there. Every
 step runs twice, by the engine's own program and by one without timers, in turns which is first: their ratio is what
 measuring costs. The machine's limits are sampled before, in between and after. Times are wall time around the engine's
-step, Python included; `other` is wall minus all stages. Steps that took over twice the median were interrupted, by the
-system or another process: they are left out, and counted.
+step, Python included; `other` is wall minus all stages. Shown is the mean over the quicker half of the steps, since the
+system and other processes can only make a step longer; percentiles over all of them show what that leaves out.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -55,6 +56,7 @@ class Phase:
     """A kind of step: times in ms, of one decode step (the mean), or of a whole prompt.
 
     stages: of STAGES, then other. layers: of each layer, the stages that it has. work: of the same stages.
+    all_steps_ms: p10, median and p90 of the wall time of all steps, the slower half too; empty for a prompt.
     """
 
     context: int
@@ -62,6 +64,7 @@ class Phase:
     steps: int
     steps_used: int
     wall_ms: float
+    all_steps_ms: dict[str, float]
     stages: dict[str, float]
     layers: list[dict[str, float]]
     work: dict[str, Work]
@@ -177,6 +180,7 @@ class Profile:
         read = {row["stage"]: row["gb_per_s"] for row in self.decode.roofline()}
         decode = {
             **self.decode.to_json(),
+            "all_steps_ms": self.decode.all_steps_ms,
             "byte_share": self.decode.byte_share,
             "differences": self.decode.differences(),
         }
@@ -191,8 +195,8 @@ class Profile:
             "bytes_per_stage": {stage: work.bytes for stage, work in self.decode.work.items()},
             "gb_per_s_per_stage": {stage: read.get(stage) for stage in STAGES},
             "contexts": [
-                {"context": p.context, "wall_ms": p.wall_ms, "ffn_share": p.ffn_share, "byte_share": p.byte_share,
-                 "stages": p.stages}
+                {"context": p.context, "wall_ms": p.wall_ms, "all_steps_ms": p.all_steps_ms,
+                 "ffn_share": p.ffn_share, "byte_share": p.byte_share, "stages": p.stages}
                 for p in self.sweep
             ],
             "timer_cost": vars(self.cost),
@@ -204,6 +208,15 @@ class Profile:
         from pyengine.reports.profile_html import page
 
         return page(self)
+
+    def to_png(self, path: str | os.PathLike[str]) -> None:
+        """The page's pictures as one PNG file.
+
+        Errors: ResourceError without the extra [viz], RequestError for a path that cannot be written.
+        """
+        from pyengine.reports import png, profile_pictures, profile_text
+
+        png.write(path, profile_text.title(self), profile_pictures.pictures(self))
 
     def to_trace(self) -> dict[str, Any]:
         """A Chrome trace (chrome://tracing, Perfetto) of the prompt and the decode steps at the chosen context."""
@@ -299,6 +312,12 @@ def quicker_half(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.wall <= limit]
 
 
+def all_steps(samples: Sequence[Sample]) -> dict[str, float]:
+    """Percentiles of the wall time in ms."""
+    percentiles = np.percentile([1e3 * sample.wall for sample in samples], (10, 50, 90)).tolist()
+    return dict(zip(("p10", "median", "p90"), percentiles, strict=True))
+
+
 def timer_cost(timed: Sequence[Sample], untimed: Sequence[Sample]) -> Cost:
     """Of pairs of the same step. Error of a median of n: 1.25 x 1.48 x the median deviation / sqrt(n)."""
     ratios = np.array([a.wall / b.wall for a, b in zip(timed, untimed, strict=True)])
@@ -320,7 +339,16 @@ def phase(program: BuiltProgram, layers: int, samples: Sequence[Sample], *, mean
     stages = {name: float(times[:, i].sum()) for i, name in enumerate(STAGES)}
     stages["other"] = wall - sum(stages.values())
     each = [{name: float(row[i]) for i, name in enumerate(STAGES) if row[i]} for row in times[:layers]]
-    return Phase(steps=len(samples), steps_used=len(used), wall_ms=wall, stages=stages, layers=each, **known)
+    spread = all_steps(samples) if mean else {}
+    return Phase(
+        steps=len(samples),
+        steps_used=len(used),
+        wall_ms=wall,
+        all_steps_ms=spread,
+        stages=stages,
+        layers=each,
+        **known,
+    )
 
 
 def check(engine: Engine, context: Any, steps: Any, contexts: Sequence[Any]) -> list[int]:

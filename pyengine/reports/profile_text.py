@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyengine.reports.tables import share, short, table
+from pyengine.reports.tables import facts, share, short, table
 
 if TYPE_CHECKING:
     from pyengine.reports.profile import Phase, Profile
@@ -20,7 +20,7 @@ def report(p: Profile) -> str:
         first_line(p),
         *explanation(p),
         "",
-        *about_lines(p),
+        *facts(about(p)),
         "",
         f"decode, a step of {p.decode.wall_ms:.3f} ms ({p.decode.tokens_per_second:.1f} tok/s)",
         table(*stage_table(p.decode)),
@@ -44,45 +44,65 @@ def first_line(p: Profile) -> str:
     )
 
 
+def title(p: Profile) -> list[str]:
+    """Lines above a picture that stands alone."""
+    known = dict(about(p))
+    said = [known[name] for name in ("formats", "machine", "not quiet") if name in known]
+    return [p.model, first_line(p), *said]
+
+
 def explanation(p: Profile) -> list[str]:
-    """Where the two shares part: which stages take longer, or less, than their bytes at the FFN's rate."""
+    """Where the two shares part: which stages read slower, or faster, than the FFN; what that does to its share."""
     d = p.decode
-    points = 100 * (d.byte_share - d.ffn_share)
     rate = d.rate(d.work["ffn"].bytes, "ffn")
     if rate is None:
         return []
-    side = "less" if points >= 0 else "more"
-    lines = [f"{abs(points):.1f} points {side} than predicted: the FFN reads at {rate:.1f} GB/s, and beside it"]
-    for row in sorted(d.differences(), key=lambda row: -abs(row["points"])):
+    effect = {row["stage"]: -row["points"] for row in d.differences()}  # on the measured share
+    named = sorted((row for row in d.differences() if abs(row["points"]) >= SMALL), key=lambda row: -abs(row["points"]))
+    whole = 100 * (d.ffn_share - d.byte_share)
+    first = f"{abs(whole):.1f} points {'more' if whole > 0 else 'less'} than predicted"
+    if not named:
+        return [f"{first}: every stage reads about as fast as the FFN, {rate:.1f} GB/s"]
+    lines = [f"{first}: the FFN reads at {rate:.1f} GB/s, and of the others"]
+    for row in named:
         stage, ms, expected = row["stage"], row["ms"], row["ms_at_ffn_rate"]
-        if abs(row["points"]) < SMALL:
-            continue
-        own = d.rate(d.work[stage].bytes, stage) if stage in d.work else None
         if expected:
-            lines.append(
-                f"  {stage} takes {ms:.3f} ms, {expected:.3f} ms at that rate (it reads at {own:.1f} GB/s): "
-                f"{row['points']:+.1f} points"
-            )
+            own = d.rate(d.work[stage].bytes, stage)
+            what = f"reads at {number(own)} GB/s and takes {ms:.3f} ms, {expected:.3f} ms at the FFN's rate"
         else:
-            lines.append(f"  {stage} takes {ms:.3f} ms and counts no bytes: {row['points']:+.1f} points")
-    return lines if len(lines) > 1 else [lines[0].split(":")[0]]
+            what = f"takes {ms:.3f} ms and counts no bytes"
+        lines.append(f"  {stage} {what}: {effect[stage]:+.1f} points")
+    rest = sum(effect.values()) - sum(effect[row["stage"]] for row in named)
+    return [*lines, f"  the rest: {rest:+.1f} points"] if abs(rest) >= 0.05 else lines
 
 
-def about_lines(p: Profile) -> list[str]:
+def about(p: Profile) -> list[tuple[str, str]]:
+    """What was measured and how, by name."""
     m, d = p.machine, p.decode
     group = f" g{p.group_size}" if p.group_size else ""
     others = [share(phase.stages["other"], phase.wall_ms) for phase in (d, p.prefill)]
+    spread = ", ".join(f"{name} {ms:.3f}" for name, ms in d.all_steps_ms.items())
     return [
-        f"model       {p.model}: {p.quant}{group}, {p.bits_per_weight:.2f} bits per weight, {p.kv_dtype} KV",
-        f"machine     {m['cpu']}, {m['isa']}, {m['threads']} threads: read {m['read_gb_per_s']:.1f} GB/s, int8 "
-        f"{m['int8_gops']:.0f} Gop/s, float32 {m['f32_gflops']:.0f} GFLOP/s",
-        *([f"not quiet   {m['disturbed']}"] if m["disturbed"] else []),
-        f"steps       {d.steps}, context {d.context - d.steps + 1:,} to {d.context:,}; the mean of the quicker "
-        f"{d.steps_used}",
-        f"measuring   {100 * p.cost.value:+.2f} % (standard error {100 * p.cost.error:.2f} %) beside a program without "
-        f"timers, {p.cost.pairs} pairs of the same step",
-        f"other       {others[0]} of decode wall time, {others[1]} of prefill",
-    ]  # fmt: skip
+        ("model", p.model),
+        ("formats", f"{p.quant}{group}, {p.bits_per_weight:.2f} bits per weight, {p.kv_dtype} KV"),
+        (
+            "machine",
+            f"{m['cpu']}, {m['isa']}, {m['threads']} threads: read {m['read_gb_per_s']:.1f} GB/s, int8 "
+            f"{m['int8_gops']:.0f} Gop/s, float32 {m['f32_gflops']:.0f} GFLOP/s",
+        ),
+        *([("not quiet", m["disturbed"])] if m["disturbed"] else []),
+        (
+            "steps",
+            f"{d.steps}, context {d.context - d.steps + 1:,} to {d.context:,}; the mean of the quicker "
+            f"{d.steps_used}, {d.wall_ms:.3f} ms (of all: {spread})",
+        ),
+        (
+            "measuring",
+            f"{100 * p.cost.value:+.2f} % (standard error {100 * p.cost.error:.2f} %) beside a program without "
+            f"timers, {p.cost.pairs} pairs of the same step",
+        ),
+        ("other", f"{others[0]} of decode wall time, {others[1]} of prefill"),
+    ]
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -127,12 +147,13 @@ def layer_table(p: Profile) -> Table:
 
 
 def sweep_table(p: Profile) -> Table:
-    """The FFN's share against the context."""
-    head = ["context", "ms", "tok/s", "FFN share", "by bytes", "attention ms", "ffn ms"]
+    """The FFN's share against the context; p10, median and p90 are of the wall time of all steps."""
+    head = ["context", "ms", "p10", "median", "p90", "tok/s", "FFN share", "by bytes", "attention ms", "ffn ms"]
     return head, [
         [
-            f"{q.context:,}", f"{q.wall_ms:.3f}", f"{q.tokens_per_second:.1f}", share(q.ffn_share, 1),
-            share(q.byte_share, 1), f"{q.stages['attention']:.3f}", f"{q.stages['ffn']:.3f}",
+            f"{q.context:,}", f"{q.wall_ms:.3f}", *(f"{ms:.3f}" for ms in q.all_steps_ms.values()),
+            f"{q.tokens_per_second:.1f}", share(q.ffn_share, 1), share(q.byte_share, 1),
+            f"{q.stages['attention']:.3f}", f"{q.stages['ffn']:.3f}",
         ]
         for q in p.sweep
     ]  # fmt: skip

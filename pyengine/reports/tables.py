@@ -1,6 +1,8 @@
-"""Stage 6, tables: rows of cells as a markdown table, and numbers as people read them."""
+"""Stage 6, tables: rows of cells as a markdown table, names with their texts, and numbers as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -13,6 +15,11 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
     rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
     return "\n".join([line(head), rule, *map(line, rows)])
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Names and what there is to say of each, as lines."""
+    return [f"{name:<12}{text}" for name, text in pairs]
 
 
 def short(value: float) -> str:

@@ -132,9 +132,10 @@ def test_a_step_is_the_mean_of_the_quicker_half(engine: pyengine.Engine) -> None
     phase = synthetic(engine, samples)
     assert (phase.steps, phase.steps_used) == (5, 3)
     assert phase.wall_ms == pytest.approx(3.1 / 3)
+    assert phase.all_steps_ms == {"p10": 1.0, "median": 1.1, "p90": pytest.approx(1.2 + 0.6 * 59998.8)}  # 60 s counts
     assert synthetic(engine, samples[3:4]).wall_ms == pytest.approx(60000)
     chunks = synthetic(engine, samples, mean=False)
-    assert (chunks.steps_used, chunks.wall_ms) == (5, pytest.approx(60004.3))
+    assert (chunks.steps_used, chunks.wall_ms, chunks.all_steps_ms) == (5, pytest.approx(60004.3), {})
 
 
 def test_the_cost_of_the_timers_is_of_pairs(engine: pyengine.Engine) -> None:
@@ -181,6 +182,37 @@ def test_equal_bandwidth_leaves_nothing_to_explain(engine: pyengine.Engine) -> N
     assert row["gb_per_s"] == pytest.approx(1e-3)
     assert row["read_fraction"] == pytest.approx(1e-4)
     assert row["fraction"] == max(row["read_fraction"], row["compute_fraction"])
+
+
+def explained(engine: pyengine.Engine, profiled: Profile, **times: float) -> list[str]:
+    """The words for a step whose stages read their bytes at 2 GB/s, but for `times`, of which a byte takes so long."""
+    base = profiled.decode
+    stages = dict.fromkeys(base.stages, 0.0)
+    for name in ("attention", "ffn", "lm_head"):
+        stages[name] = times.get(name, 1.0) * base.work[name].bytes / 2e6
+    stages["other"] = times.get("other", 0.0)
+    decode = replace(base, stages=stages, wall_ms=sum(stages.values()))
+    return profile_text.explanation(replace(profiled, decode=decode))
+
+
+def test_the_difference_is_said_in_words(engine: pyengine.Engine, profiled: Profile) -> None:
+    assert explained(engine, profiled) == [
+        "0.0 points less than predicted: every stage reads about as fast as the FFN, 2.0 GB/s"
+    ]
+    slow = explained(engine, profiled, attention=4.0)
+    assert re.fullmatch(r"[\d.]+ points less than predicted: the FFN reads at 2\.0 GB/s, and of the others", slow[0])
+    assert re.fullmatch(
+        r"  attention reads at 0\.5 GB/s and takes [\d.]+ ms, [\d.]+ ms at the FFN's rate: -[\d.]+ points", slow[1]
+    )
+    quick = explained(engine, profiled, lm_head=0.25)
+    idle = explained(engine, profiled, other=0.01)
+    assert " more than predicted" in quick[0]
+    assert any(re.match(r"  lm_head reads at 8\.0 GB/s .*: \+", line) for line in quick)
+    assert re.match(r"  other takes 0\.010 ms and counts no bytes: -", idle[1])
+    for lines in (slow, quick, idle, profile_text.explanation(profiled)):  # what is named adds up to the difference
+        total = sum(float(line.rsplit(" ", 2)[1]) for line in lines[1:])
+        sign = -1 if " less " in lines[0] else 1
+        assert total == pytest.approx(sign * float(lines[0].split()[0]), abs=0.05 * (len(lines) + 1))
 
 
 def test_the_engine_is_as_it_was(engine: pyengine.Engine) -> None:
@@ -232,7 +264,7 @@ def test_json_keys(profiled: Profile) -> None:
     record = json.loads(json.dumps(profiled.to_json(), allow_nan=False))
     assert set(record) == KEYS
     assert set(record["prefill"]) == PHASE_KEYS
-    assert set(record["decode"]) == {*PHASE_KEYS, "byte_share", "differences"}
+    assert set(record["decode"]) == {*PHASE_KEYS, "all_steps_ms", "byte_share", "differences"}
     assert set(record["bytes_per_stage"]) == set(record["gb_per_s_per_stage"]) == set(STAGES)
     assert record["machine"]["read_gb_per_s"] > 0
     row = {r["stage"]: r for r in record["decode"]["roofline"]}["ffn"]
@@ -252,7 +284,8 @@ def test_the_page_says_what_the_json_says(profiled: Profile) -> None:
     for layer in record["decode"]["layers"]:
         assert f"{layer['ms']:.4f}" in text
     for row in record["contexts"]:
-        assert re.search(rf"{row['context']:,}\s+{row['wall_ms']:.3f}\s+[\d.]+\s+{100 * row['ffn_share']:.1f} %", text)
+        ms = r"\s+".join(f"{value:.3f}" for value in (row["wall_ms"], *row["all_steps_ms"].values()))
+        assert re.search(rf"{row['context']:,}\s+{ms}\s+[\d.]+\s+{100 * row['ffn_share']:.1f} %", text)
     svgs = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
     labels = [svg.attrib["aria-label"] for svg in svgs]
     assert labels == [
@@ -304,7 +337,7 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: Any) -> None:
         (["--context", "5000"], "to 2048, the model's"),
         (["--contexts", "128,9000"], "context 9000"),
         (["--contexts", "128,x"], "expected contexts"),
-        (["--html", "/nonexistent/none/a.html"], "/nonexistent/none/a.html: its folder"),
+        (["--html", "/dev/null/a.html"], "/dev/null/a.html: its folder"),
         (["--trace", "/"], "/: not a regular file"),
     ],
 )

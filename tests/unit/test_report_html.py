@@ -13,7 +13,7 @@ import pytest
 from account_configs import REAL
 
 from pyengine.cli.main import main
-from pyengine.reports import html
+from pyengine.reports import charts, drawing, html
 from pyengine.reports.account import account
 from pyengine.reports.machine import Limits
 
@@ -38,7 +38,7 @@ def test_the_page_stands_alone(name: str, tmp_path: Path) -> None:
         root = ET.fromstring(svg)
         assert root.attrib["aria-label"]
         for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
-            assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= html.WIDTH - html.END + 0.1
+            assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= drawing.WIDTH - charts.END + 0.1
     text = re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL)
     assert all(f"{count:,}" in text for count in result.parameters.values() if count)
     fragment = result._repr_html_()
@@ -57,12 +57,14 @@ def test_what_a_config_says_is_text_in_the_page(tmp_path: Path) -> None:
 
 
 def test_bars_are_in_proportion() -> None:
-    bars = [html.Bar("a", {"x": 30, "y": 10, "z": 0}), html.Bar("b", {"y": 20}), html.Bar("none", {})]
-    root = ET.fromstring(re.findall(r"<svg.*</svg>", html.stacked_bars("t", {"x": 0, "y": 3, "z": 1}, bars))[0])
+    bars = [charts.Bar("a", {"x": 30, "y": 10, "z": 0}), charts.Bar("b", {"y": 20}), charts.Bar("none", {})]
+    root = ET.fromstring(
+        re.findall(r"<svg.*</svg>", html.figure(charts.stacked_bars("t", {"x": 0, "y": 3, "z": 1}, bars)))[0]
+    )
     widths = [float(r.attrib["width"]) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
-    room = html.WIDTH - html.LABEL - html.END
+    room = drawing.WIDTH - charts.LABEL - charts.END
     assert widths == pytest.approx([0.75 * room, 0.25 * room, 0.5 * room])
-    wholes = html.stacked_bars("t", {"x": 0, "y": 3, "z": 1}, bars, fractions=True)
+    wholes = html.figure(charts.stacked_bars("t", {"x": 0, "y": 3, "z": 1}, bars, fractions=True))
     root = ET.fromstring(re.findall(r"<svg.*</svg>", wholes)[0])
     assert [float(r.attrib["width"]) for r in root.iter("{http://www.w3.org/2000/svg}rect")][2] == pytest.approx(room)
     colours = [r.attrib["class"] for r in root.iter("{http://www.w3.org/2000/svg}rect")]
