@@ -91,7 +91,7 @@ class Checkpoint:
         without the memory, ModelFormatError if the file became shorter.
         """
         info = self._info(name)
-        out = _allocate(info, info.shape, READABLE[info.dtype])
+        out = allocate(info, info.shape, READABLE[info.dtype])
         if out.size:
             self._files[info.file].read_into(out.reshape(-1).view(np.uint8).data, info.begin)
         return out
@@ -107,7 +107,7 @@ class Checkpoint:
             found = f"rows {begin} to {end} of {list(info.shape)}"
             raise RequestError(f"{info.file}: tensor {shown(name)}: {found}; expected rows of a matrix")
         dtype = READABLE[info.dtype]
-        out = _allocate(info, (end - begin, info.shape[-1]), dtype)
+        out = allocate(info, (end - begin, info.shape[-1]), dtype)
         if out.size:
             offset = info.begin + begin * info.shape[-1] * dtype.itemsize
             self._files[info.file].read_into(out.reshape(-1).view(np.uint8).data, offset)
@@ -130,7 +130,7 @@ class Checkpoint:
         if bad:
             raise RequestError(f"{info.file}: tensor {shown(name)}: row {bad[0]}; expected 0 to {count - 1}")
         dtype = READABLE[info.dtype]
-        raw = _allocate(info, (len(rows), columns), dtype)
+        raw = allocate(info, (len(rows), columns), dtype)
         for at, row in enumerate(rows):
             offset = info.begin + int(row) * columns * dtype.itemsize
             self._files[info.file].read_into(raw[at].view(np.uint8).data, offset)
@@ -160,7 +160,8 @@ class Checkpoint:
         self.close()
 
 
-def _allocate(info: TensorInfo, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def allocate(info: TensorInfo, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """An array for values of a tensor. ResourceError without the memory."""
     try:
         return np.empty(shape, dtype)
     except MemoryError:

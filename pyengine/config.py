@@ -1,4 +1,4 @@
-"""Stage 2, config: config.json and generation_config.json -> ModelSpec. Every key is accounted for.
+"""Stage 2, config: config.json and generation_config.json, or a GGUF file's keys -> ModelSpec. All are accounted for.
 
 A known key is used, or checked against the one value supported here, or listed as inert. An unknown key is inert where
 its value means "off"; it is an error where its name tells that it changes the computation; else a warning.
@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pyengine import gguf_config
 from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelNotFoundError, UnsupportedModelError
 from pyengine.families import FAMILIES, Family
 from pyengine.fp8 import fp8_block
+from pyengine.gguf_file import is_gguf
 from pyengine.latent_config import latent_attention
 from pyengine.rope_config import MAX_CONTEXT, ropes_by_layer_type
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec
@@ -60,11 +62,13 @@ LOADED_WORDS = (
 
 
 def load_model_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
-    """The model that a folder's config.json describes; `warnings` holds what a user should see once.
+    """The model that a folder's config.json or a GGUF file describes; `warnings` holds what a user should see once.
 
     strict: unknown keys are errors. Errors: ModelNotFoundError without the folder, ModelFormatError for a bad value,
     UnsupportedModelError for a valid one that is not implemented.
     """
+    if is_gguf(folder):
+        return gguf_config.with_own_rope(model_spec(gguf_config.read(folder), strict=strict), folder)
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder}: no such folder; expected a model folder with config.json")
     return model_spec(ConfigValues.read(folder / "config.json"), folder, strict=strict)

@@ -48,7 +48,7 @@ class ConfigValues:
 
         Errors: ModelFormatError where both are there and differ.
         """
-        values, spelled = dict(self.values), {}
+        values, spelled = dict(self.values), dict(self.spelled)
         for usual, own in spellings.items():
             if own not in values:
                 continue

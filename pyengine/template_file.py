@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pyengine import strict_json
 from pyengine.errors import ChatTemplateError, ModelFormatError, TokenizerError
 from pyengine.strict_json import shown
-from pyengine.tokenizer_file import read_config
+from pyengine.tokenizer_file import config_path, read_config
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -22,14 +22,14 @@ class TemplateSource(NamedTuple):
 
 
 def find_template(folder: Path) -> TemplateSource | None:
-    """The template of a model folder: chat_template.jinja, else tokenizer_config.json's; None if it has none.
+    """The template of a model folder (chat_template.jinja, else tokenizer_config.json's) or a GGUF file; None without one.
 
     Of a list of templates the one named "default". Errors: ChatTemplateError naming file, key and what is wrong.
     """
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):  # a link to nothing is a damaged folder, not one without a template
         return read_template(file)
-    path = folder / "tokenizer_config.json"
+    path = config_path(folder)
     try:
         source = read_config(folder).get("chat_template")
     except TokenizerError as error:

@@ -6,6 +6,7 @@ are joined with others there and which are stored transposed; errors and notes g
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import rope
+from pyengine import gguf_config, rope
 from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
 from pyengine.errors import ModelFormatError, UnsupportedModelError
 from pyengine.families import FAMILIES, Names
 from pyengine.fp8 import SCALE, WHOLE, Fp8Checkpoint, scale_shape
+from pyengine.gguf_file import BLOCKS, is_gguf
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 
@@ -171,7 +173,7 @@ class NamesOnDisk:
         found = [prefix for prefix in names.prefixes if prefix + embed in tensors]
         self.prefix = found[0] if found else names.prefixes[0]
         # what wraps the whole language model wraps its head too
-        self.head = (self.prefix[: -len("model.")] if self.prefix.endswith(".model.") else "") + "lm_head."
+        self.head = (self.prefix[: -len("model.")] if self.prefix.endswith(".model.") else "") + names.head + "."
         self.layers = self.prefix + names.renames.get("layers", "layers") + "."
 
     def of(self, name: str) -> str:
@@ -231,6 +233,12 @@ class NamesOnDisk:
         return int(match.group(1)) if match else -1
 
 
+def names_on_disk(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> NamesOnDisk:
+    """The names of a model's files: those of its family, or of GGUF."""
+    in_gguf = any(is_gguf(info.file) for info in itertools.islice(tensors.values(), 1))
+    return NamesOnDisk(gguf_config.NAMES if in_gguf else FAMILIES[spec.architecture].names, tensors)
+
+
 def _split_layer(name: str) -> tuple[int | None, str]:
     """A canonical name as (layer or None, what is behind `model.` or `model.layers.<n>.`)."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -250,7 +258,7 @@ class CanonicalTensors:
         self.checkpoint = checkpoint if spec.fp8_block is None else Fp8Checkpoint(checkpoint, spec.fp8_block)
         self.spec = spec
         expected = expected_tensors(spec)
-        on_disk = NamesOnDisk(FAMILIES[spec.architecture].names, checkpoint.tensors)
+        on_disk = names_on_disk(spec, checkpoint.tensors)
         self.sources = on_disk.sources(expected)
         self.orders = {
             f"model.layers.{layer.index}.{name}": rows
@@ -319,8 +327,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
     UnsupportedModelError for quantized checkpoints, dtypes not read here and extra tensors that would change the
     numbers.
     """
-    names = FAMILIES[spec.architecture].names
-    on_disk = NamesOnDisk(names, tensors)
+    on_disk = names_on_disk(spec, tensors)
     expected: dict[str, Shape] = {}
     more_dtypes: dict[str, str] = {}  # beside FLOATS
     for name, source in on_disk.sources(expected_tensors(spec)).items():
@@ -347,7 +354,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Pat
         )
     for name, shape in expected.items():
         _check_tensor(tensors[name], shape, more_dtypes.get(name))
-    skipped = {start: [name for name in extra if name.startswith(start)] for start in names.skipped}
+    skipped = {start: [name for name in extra if name.startswith(start)] for start in on_disk.names.skipped}
     known = {name for group in skipped.values() for name in group}
     harmless = {name for name in extra if name in known or _is_inert(tensors[name], spec, on_disk)}
     layers = [name for name in extra if name not in harmless and on_disk.layer_of(name) >= spec.num_layers]
@@ -390,10 +397,10 @@ def _check_tensor(info: TensorInfo, shape: Shape, more_dtype: str | None) -> Non
     if info.shape != shape and not (shape == () and info.shape == (1,)):
         raise ModelFormatError(
             f"{info.file}: tensor {shown(info.name)}: shape {list(info.shape)}; "
-            f"expected {list(shape)} (from config.json)"
+            f"expected {list(shape)} (from the config)"
         )
     dtypes = FLOATS if more_dtype is None else (*FLOATS, more_dtype)
-    if info.dtype not in dtypes:
+    if info.dtype not in dtypes and info.dtype not in BLOCKS:
         raise UnsupportedModelError(
             f"{info.file}: tensor {shown(info.name)}: dtype {info.dtype}; expected {', '.join(dtypes)}"
         )

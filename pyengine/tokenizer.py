@@ -15,13 +15,13 @@ import tokenizers
 from pyengine.detokenize import StopMatcher, StreamDecoder, TokenDecoder, read_decoder
 from pyengine.errors import TokenizerError
 from pyengine.strict_json import shown
-from pyengine.tokenizer_file import TokenizerSettings, read_settings, read_tokenizer
+from pyengine.tokenizer_file import TokenizerSettings, config_path, read_settings, read_tokenizer, tokenizer_path
 
 __all__ = ["StopMatcher", "StreamDecoder", "Tokenizer"]
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. Immutable, and safe to use from several threads.
+    """The tokenizer of a model folder or GGUF file. Immutable, and safe to use from several threads.
 
     vocab_size: of the model; the tokenizer may have fewer ids. special_tokens: text -> id of the tokens that are
     control tokens and not text. token_names: bos_token, eos_token, unk_token, pad_token -> text, for chat templates.
@@ -64,7 +64,7 @@ class Tokenizer:
         Errors: TokenizerError naming the file: missing, damaged, of a kind that is not supported, or with ids that the
         model has no rows for.
         """
-        path = folder / "tokenizer.json"
+        path = tokenizer_path(folder)
         document = read_tokenizer(folder, vocab_size)
         settings = read_settings(folder)
         try:
@@ -72,13 +72,16 @@ class Tokenizer:
         except ValueError as error:
             raise TokenizerError(f"{path}: {error}") from None
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            if path == folder:  # a GGUF file
+                backend = tokenizers.Tokenizer.from_str(json.dumps(document))
+            else:
+                backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises Exception itself
             raise TokenizerError(f"{path}: {error}; expected a tokenizer that the tokenizers package reads") from None
         backend.no_truncation()
         backend.no_padding()
         _check_ids(path, backend, document.get("added_tokens") or [])
-        _add_named(folder / "tokenizer_config.json", backend, settings)
+        _add_named(config_path(folder), backend, settings)
         return cls(backend, decoder, settings, path, vocab_size)
 
     def _named_id(self, name: str) -> int | None:

@@ -1,6 +1,7 @@
 """Stage 5, tokenizer_file: tokenizer.json and tokenizer_config.json read and checked before the tokenizer is built.
 
-The `tokenizers` package builds the tokenizer; what it would repair, reorder or pass over in silence is refused here.
+The `tokenizers` package builds the tokenizer; what it would repair, reorder or pass over in silence is refused here. Of
+a GGUF file both documents are made and checked in the same way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyengine import gguf_tokenizer
 from pyengine.errors import TokenizerError
+from pyengine.gguf_file import is_gguf
 from pyengine.strict_json import MAX_DEPTH, shown
 
 MAX_TOKENIZER_BYTES = 512 << 20
@@ -110,13 +113,28 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"the literal {name} is not JSON")
 
 
+def tokenizer_path(model: Path) -> Path:
+    """The file that holds the tokenizer of a folder or a GGUF file."""
+    return model if is_gguf(model) else model / "tokenizer.json"
+
+
+def config_path(model: Path) -> Path:
+    """The file that holds its settings and chat template."""
+    return model if is_gguf(model) else model / "tokenizer_config.json"
+
+
+def has_tokenizer(model: Path) -> bool:
+    return gguf_tokenizer.has_tokenizer(model) if is_gguf(model) else tokenizer_path(model).exists()
+
+
 def read_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     """tokenizer.json, checked: model type, vocabulary, merges, added tokens, known parts, ids within vocab_size.
 
-    Errors: TokenizerError naming the file and the key, value or index.
+    folder: or a GGUF file. Errors: TokenizerError naming the file and the key, value or index.
     """
-    path = folder / "tokenizer.json"
-    document: dict[str, Any] = read_json(path, MAX_TOKENIZER_BYTES)
+    path = tokenizer_path(folder)
+    document: dict[str, Any]
+    document = gguf_tokenizer.document(path) if path == folder else read_json(path, MAX_TOKENIZER_BYTES)
     for key, known, parts in PARTS:
         for value in _types(path, key, document.get(key), parts):
             if value not in known:
@@ -231,14 +249,16 @@ def token_text(path: Path, key: str, value: Any) -> str | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json as it is; {} without one."""
-    path = folder / "tokenizer_config.json"
+    path = config_path(folder)
+    if path == folder:
+        return gguf_tokenizer.config(path)
     config: dict[str, Any] = read_json(path, MAX_CONFIG_BYTES) if path.exists() else {}
     return config
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
     """The token names of tokenizer_config.json. Errors: TokenizerError naming file and key."""
-    path, config = folder / "tokenizer_config.json", read_config(folder)
+    path, config = config_path(folder), read_config(folder)
     named = {key: token_text(path, key, config.get(key)) for key in NAMED_TOKENS}
     special = []
     for key in ("additional_special_tokens", "extra_special_tokens"):  # the second since transformers 5, maybe by name

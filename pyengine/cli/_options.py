@@ -40,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "model_positional",
         metavar="MODEL",
         nargs="?",
-        help="a folder or a hub id org/name[@revision]; default: the demo",
+        help="a folder, a .gguf file or a hub id org/name[@revision]; default: the demo",
     )
     group.add_argument("-m", "--model", metavar="MODEL", help="the same as an option")
     group.add_argument("--offline", action="store_true", help="never download; also HF_HUB_OFFLINE=1")
@@ -49,7 +49,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--quant", choices=QUANTS, default="int8", help="weight format; none = as stored (default int8)")
+    group.add_argument(
+        "--quant", choices=QUANTS, help="weight format; none = as stored (default int8; int4: GGUF of up to 5 bits)"
+    )
     group.add_argument("--group-size", type=int, metavar="N", help="weights per scale, for int8 and int4")
     group.add_argument("--int4-scheme", choices=INT4_SCHEMES, help="int4 with a minimum per group, or symmetric")
     group.add_argument(
@@ -148,8 +150,9 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         (args.int4_scheme is not None, "--int4-scheme", ("int4",)),
         (args.no_calibration, "--no-calibration", ("int8", "int4")),
     ):
-        if given and args.quant not in quants:
-            raise RequestError(f"{option} with --quant {args.quant}; expected --quant {' or '.join(quants)}")
+        quant = args.quant or "int8"
+        if given and quant not in quants:
+            raise RequestError(f"{option} with --quant {quant}; expected --quant {' or '.join(quants)}")
     if args.cache_limit is not None and (args.no_cache or not 0 <= args.cache_limit <= 1e9):
         found = "with --no-cache" if args.no_cache else f"{args.cache_limit}"
         raise RequestError(f"--cache-limit {found}; expected GB, 0 or more, of a cache that is used")

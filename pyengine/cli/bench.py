@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyengine.reports.machine import Gauge
 
 MAX_REPETITIONS = 1000
-MODEL_DEFAULTS = {"prompts": [512], "steps": [128], "depths": [0], "repetitions": 5, "quant": "int8"}
+MODEL_DEFAULTS = {"prompts": [512], "steps": [128], "depths": [0], "repetitions": 5}
 KERNEL_DEFAULTS = {"depths": [4096], "repetitions": 5, "batch": [1, 2, 4, 8, 512]}
 OF_MODELS = {
     "prompts": "-p",
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
     )
     _options.add_engine(parser)
     _options.add_common(parser)
-    parser.set_defaults(run=run, quant=None)
+    parser.set_defaults(run=run)
 
 
 def fill_in(args: argparse.Namespace) -> None:

@@ -51,10 +51,14 @@ def add_measurement(parser: argparse.ArgumentParser) -> Any:
 
 def measured_folder(args: argparse.Namespace) -> Path:
     """The folder of MODEL, or the demo's off-grid twin; a warning if it was made from a 4-bit file."""
+    from pyengine.gguf_checkpoint import INT4_BITS, block_types
+    from pyengine.gguf_file import is_gguf
+
     folder = _options.model_folder(args, degrid_demo=True)
-    if (folder / SOURCE_MARK).exists() and not args.quiet:
+    coarse = is_gguf(folder) and block_types(folder)[0] <= INT4_BITS
+    if (coarse or (folder / SOURCE_MARK).exists()) and not args.quiet:
         _output.warning(
-            f"{folder} was made from a 4-bit file: its weights lie on a 4-bit grid, which flatters int4; "
+            f"{folder} is, or was made from, a 4-bit file: its weights lie on a 4-bit grid, which flatters int4; "
             f"without MODEL, {args.command} measures on an off-grid twin"
         )
     return folder

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pyengine.checkpoint import Checkpoint
-from pyengine.config import INERT, model_spec
+from pyengine import gguf_config
+from pyengine.config import INERT, load_model_spec, model_spec
 from pyengine.config_values import ConfigValues
 from pyengine.errors import PyEngineError, UnsupportedModelError
-from pyengine.families import FAMILIES
+from pyengine.gguf_checkpoint import open_checkpoint
+from pyengine.gguf_file import is_gguf
 from pyengine.reports.account_encoders import BUILDERS
 from pyengine.reports.account_families import FAMILIES as SHAPES
 from pyengine.reports.account_families import Decoder
@@ -24,7 +25,7 @@ from pyengine.reports.account_parts import Anatomy, Attention, Ffn, Ffns, Part, 
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
 from pyengine.strict_json import shown
 from pyengine.tensors import INERT as INERT_TENSORS
-from pyengine.tensors import QUANTIZED, NamesOnDisk, expected_tensors, layer_tensors
+from pyengine.tensors import QUANTIZED, expected_tensors, layer_tensors, names_on_disk
 
 # An unread key whose name contains one of these may stand for weights.
 WEIGHT_WORDS = ("size", "dim", "layer", "expert", "lora", "rank", "head", "bias", "norm", "num_", "tie_", "vision")
@@ -76,7 +77,7 @@ def read_anatomy(path: Path, *, strict: bool = False) -> Anatomy:
     strict: keys that are not understood are errors. Errors: ModelFormatError for a bad value, UnsupportedModelError for
     a family that is not known.
     """
-    config = ConfigValues.read(path)
+    config = gguf_config.read(path) if is_gguf(path) else ConfigValues.read(path)
     try:
         spec = model_spec(config)
     except UnsupportedModelError as error:
@@ -231,15 +232,15 @@ def _plain(config: ConfigValues, why: str, strict: bool) -> Anatomy:
 
 
 def stored_parameters(path: Path, anatomy: Anatomy) -> tuple[int | None, str | None]:
-    """(parameters in the safetensors headers beside config.json, a note). None where there are none to count.
+    """(parameters in the headers of the weights beside config.json, a note). None where there are none to count.
 
     Of a model that the engine runs the tensors that it uses are counted; else all but the scales of quantization.
     """
-    folder = path.parent
-    if path.name != "config.json" or not any(folder.glob("*.safetensors")):
+    model = path if is_gguf(path) else path.parent
+    if model != path and (path.name != "config.json" or not any(model.glob("*.safetensors"))):
         return None, None
     try:
-        with Checkpoint.open(folder) as checkpoint:
+        with open_checkpoint(model) as checkpoint:
             tensors = checkpoint.tensors
     except PyEngineError as error:
         return None, f"the weights beside the config were not counted: {error}"
@@ -247,8 +248,8 @@ def stored_parameters(path: Path, anatomy: Anatomy) -> tuple[int | None, str | N
     if anatomy.not_run is not None:
         counted = {name: size for name, size in sizes.items() if not name.endswith((*QUANTIZED, *INERT_TENSORS))}
     else:
-        spec = model_spec(ConfigValues.read(path))
-        sources = NamesOnDisk(FAMILIES[spec.architecture].names, tensors).sources(expected_tensors(spec)).values()
+        spec = load_model_spec(model)
+        sources = names_on_disk(spec, tensors).sources(expected_tensors(spec)).values()
         counted = {source.name: sizes[source.name] for source in sources if source.name in sizes}
     found = sum(counted.values())
     groups = anatomy.parameters()

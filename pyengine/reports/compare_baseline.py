@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from pyengine import quantize
 from pyengine.errors import ResourceError
+from pyengine.gguf_checkpoint import default_quant
+from pyengine.gguf_file import is_gguf
 from pyengine.reports import compare_ops, compare_units
 from pyengine.reports.account_read import read_anatomy
 from pyengine.reports.compare import Float32
@@ -33,7 +35,7 @@ class Side:
     """A model to be loaded: where it is, in which format, and how."""
 
     folder: Path
-    quant: str
+    quant: str | None  # None: the default of the model
     group_size: int | None
     open: Callable[[], Engine]
 
@@ -84,8 +86,8 @@ class Spool:
 
 def needed_bytes(side: Side) -> int:
     """About what a loaded model takes, from its config.json."""
-    anatomy = read_anatomy(side.folder / "config.json")
-    quant = side.quant
+    anatomy = read_anatomy(side.folder if is_gguf(side.folder) else side.folder / "config.json")
+    quant = side.quant or default_quant(side.folder)
     if quant == "none":
         quant = "bf16" if anatomy.stored == "bfloat16" else "f32"
     return int(ROOM * anatomy.weight_bytes(quantize.choose(quant, side.group_size)))

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.balance import key_factors
-from pyengine.checkpoint import Checkpoint, as_float32
+from pyengine.checkpoint import as_float32
+from pyengine.gguf_checkpoint import open_checkpoint
 from pyengine.pack_layer import NONE
 from pyengine.packer import padded
 from pyengine.reports.compare_ops import Module
@@ -68,7 +69,7 @@ def balance_factors(engine: Engine, module: Module, rows: int) -> Float32 | None
     a = layer.attention
     if not isinstance(a, AttentionSpec) or not a.qkv_bias or a.qk_norm:
         return None
-    with Checkpoint.open(engine.folder) as checkpoint:
+    with open_checkpoint(engine.folder) as checkpoint:
         source = CanonicalTensors(checkpoint, engine.spec)
         bias = as_float32(source.read(f"model.layers.{layer.index}.self_attn.k_proj.bias"))
     factors = key_factors(a, bias)

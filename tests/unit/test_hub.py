@@ -16,7 +16,7 @@ import pytest
 from builders import safetensors_bytes
 
 from pyengine import hub
-from pyengine.errors import ModelNotFoundError, PyEngineError, RequestError, ResourceError, UnsupportedModelError
+from pyengine.errors import ModelNotFoundError, PyEngineError, RequestError, ResourceError
 from pyengine.paths import cache_dir
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -99,7 +99,7 @@ def test_file_is_no_model(cache: Path) -> None:
     Path("model.safetensors").write_bytes(b"")
     refused(RequestError, "model.safetensors", "a file", "expected the folder of a model")
     Path("model.gguf").write_bytes(b"")
-    refused(UnsupportedModelError, "model.gguf", "GGUF")
+    assert hub.resolve("model.gguf") == Path("model.gguf")
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "~/nowhere-at-all", "../x", "org/name/"])

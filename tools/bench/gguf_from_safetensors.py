@@ -27,8 +27,12 @@ import numpy as np
 import pyengine
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
-from pyengine.demo import CONTROL_TOKEN, LAYER_TENSORS, TENSORS, to_bf16
+from pyengine.demo import to_bf16
 from pyengine.errors import PyEngineError, ResourceError, UnsupportedModelError
+from pyengine.gguf_config import CONTROL as CONTROL_TOKEN
+from pyengine.gguf_config import NAMES as GGUF_NAMES
+from pyengine.gguf_tokenizer import NORMAL as NORMAL_TOKEN
+from pyengine.gguf_tokenizer import UNUSED as UNUSED_TOKEN
 from pyengine.spec import ModelSpec
 from pyengine.tensors import check_tensors, expected_tensors
 from pyengine.tokenizer import Tokenizer
@@ -36,11 +40,6 @@ from pyengine.tokenizer_file import read_tokenizer
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # family -> general.architecture
 PERMUTED = {"llama"}  # families whose RoPE turns neighbours in GGUF
-NAMES = {name: stem for stem, name in (TENSORS | LAYER_TENSORS).items()} | {
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-}
-NORMAL_TOKEN, UNUSED_TOKEN = 1, 5  # tokenizer.ggml.token_type, as CONTROL_TOKEN
 CHECKED_TOKENS = 32
 QUANTIZE = """
 import ctypes, sys
@@ -65,11 +64,11 @@ numpy.save(out, numpy.asarray(model.scores[: len(ids)], numpy.float32))
 
 def gguf_name(name: str) -> str:
     """'model.layers.3.self_attn.q_proj.weight' -> 'blk.3.attn_q.weight'."""
-    stem, _, suffix = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{suffix}"
-    return f"{NAMES[stem]}.{suffix}"
+    stem, _, suffix = name.removeprefix("model.").rpartition(".")
+    if stem.startswith("layers."):
+        _, layer, part = stem.split(".", 2)
+        return f"blk.{layer}.{GGUF_NAMES.renames[part]}.{suffix}"
+    return f"{GGUF_NAMES.head if stem == 'lm_head' else GGUF_NAMES.renames[stem]}.{suffix}"
 
 
 def permute(values: np.ndarray, heads: int) -> np.ndarray:
