@@ -22,7 +22,7 @@ class TemplateSource(NamedTuple):
 
 
 def find_template(folder: Path) -> TemplateSource | None:
-    """The template of a model folder (chat_template.jinja, else tokenizer_config.json's) or a GGUF file; None without one.
+    """The template of a folder (chat_template.jinja, else tokenizer_config.json's) or a GGUF file; None without one.
 
     Of a list of templates the one named "default". Errors: ChatTemplateError naming file, key and what is wrong.
     """

@@ -103,6 +103,9 @@ class WeightsCache:
         """Write the weights for `key`; says so, or why not. Never an error: the weights are there."""
         folder, size = weights_cache_dir(), weights.packed_bytes
         try:
+            if _is_inside(folder, model):
+                self.log(f"packed weights not cached: {folder} is inside the model's folder {model}; expected another")
+                return
             if size > self.limit_bytes:
                 self.log(f"packed weights not cached: {size / 1e9:.1f} GB; the limit is {self.limit_bytes / 1e9:g} GB")
                 return
@@ -271,6 +274,11 @@ def read_index(descriptor: int, path: Path) -> tuple[dict[str, Any], int]:
     if not isinstance(index, dict):
         raise ModelFormatError(f"{path}: the index is not an object")
     return index, HEADER.size + index_bytes
+
+
+def _is_inside(folder: Path, model: Path) -> bool:
+    """Whether `folder`, links followed, is in a model's folder: nothing is ever written there."""
+    return model.is_dir() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(model))
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import tiny_gguf
 import tiny_tokenizers
 from builders import tiny_tensors, write_tiny_model
+from cache_cases import own_cache
 from golden.golden_cases import CONFIGS
 from tokenizers import pre_tokenizers
 
@@ -364,8 +365,7 @@ def test_a_file_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
 
 def test_packed_weights_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = pair(tmp_path, LLAMA, kind="Q6_K")
-    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pyengine.weights_cache.WORTH_SECONDS", 0.0)
+    own_cache(tmp_path, monkeypatch)
     with pyengine.load(path, log=lambda _: None) as engine:
         assert not engine.weights.cached
         first = engine.logits(IDS)

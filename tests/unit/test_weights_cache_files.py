@@ -236,6 +236,28 @@ def test_a_read_only_folder_is_used(model: Path, home: Path, fresh: list[int], m
     assert lines[0].endswith("Permission denied")
 
 
+@pytest.mark.parametrize("how", ["inside", "the folder", "a link to it", "a link inside", "a model by link"])
+def test_nothing_is_written_into_the_models_folder(
+    how: str, tmp_path: Path, model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = calibrated_model(tmp_path / "own")
+    before, given = sorted(own.rglob("*")), own
+    cache = {"inside": own / "a" / "b", "the folder": own}.get(how, tmp_path / "link")
+    if how == "a model by link":
+        cache, given = own / "cache", tmp_path / "link"
+        given.symlink_to(own)
+    elif how.startswith("a link"):
+        target = own if how == "a link to it" else own / "sub"
+        cache.symlink_to(target)
+    monkeypatch.setenv("PYENGINE_CACHE", str(cache))
+    _, lines = run(given)
+    assert len(lines) == 1
+    assert "inside the model's folder" in lines[0]
+    assert sorted(own.rglob("*")) == before
+    monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "own-cache"))  # a name that begins alike is another folder
+    assert "cached for the next start" in run(given)[1][0]
+
+
 def test_report_b25_temporary_files_of_dead_processes_go(model: Path, home: Path) -> None:
     home.mkdir(parents=True)
     old, new = home / ".dead.weights.tmp", home / ".alive.weights.tmp"
