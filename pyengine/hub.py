@@ -11,7 +11,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from pyengine import strict_json
-from pyengine.errors import ModelFormatError, ModelNotFoundError, RequestError, ResourceError
+from pyengine.errors import (
+    ModelFormatError,
+    ModelNotFoundError,
+    PyEngineError,
+    RequestError,
+    ResourceError,
+    UnsupportedModelError,
+)
 from pyengine.gguf_file import is_gguf
 
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
@@ -74,10 +81,10 @@ def is_offline(offline: bool) -> bool:
     return offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
-def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
+def resolve(model: str, *, offline: bool = False, log: Log = _stderr, bar: bool = True) -> Path:
     """The folder or GGUF file of MODEL: an existing path wins, then the hub cache, then (unless offline) a download.
 
-    log: gets the line that says what is downloaded and how large it is.
+    log: gets the line that says what is downloaded and how large it is. bar: show progress where stderr is a terminal.
     Errors: ModelNotFoundError (with the command that would fetch it), RequestError for another file and for text that
     is neither a path nor org/name, ResourceError for a full disk.
     """
@@ -109,7 +116,7 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
     if is_offline(offline):
         state = f"incomplete in the hub cache (without {', '.join(missing[:10])})" if found else "not in the hub cache"
         raise ModelNotFoundError(f"{model}: not a folder, {state}, and offline; run `{command}` with a network")
-    return _download(name, revision, command, log)
+    return _download(name, revision, command, log, bar)
 
 
 def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Path:
@@ -148,17 +155,34 @@ def _is_wanted(name: str) -> bool:
     return any(fnmatch(name, p) for p in PATTERNS) and not any(fnmatch(name, p) for p in IGNORED)
 
 
-def _download(name: str, revision: str | None, command: str, log: Log) -> Path:
+def _check_weights(name: str, files: set[str], command: str) -> None:
+    """That a repository has weights that are read here, before any of it is fetched."""
+    if any(file.endswith(".safetensors") and _is_wanted(file) for file in files):
+        return
+    ggufs = sorted(file for file in files if file.endswith(".gguf"))
+    if ggufs:
+        found = f"{len(ggufs)} GGUF files and no safetensors"
+        raise ModelNotFoundError(
+            f"{name}: {found}; run `{command} {ggufs[0]}`, or with another of them, and give the file as MODEL"
+        )
+    pickles = sorted(file for file in files if Path(file).suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise UnsupportedModelError(f"{name}: only {pickles[0]}, and pickle is never read; expected safetensors")
+    raise ModelNotFoundError(f"{name}: {len(files)} files on the hub and no weights; expected safetensors")
+
+
+def _download(name: str, revision: str | None, command: str, log: Log, bar: bool) -> Path:
     """Fetch what an engine reads into the hub cache. HF_TOKEN and HF_ENDPOINT are the hub client's own."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     def fetch() -> Path:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+        _check_weights(name, {f.rfilename for f in files}, command)
         wanted = {f.rfilename for f in files if _is_wanted(f.rfilename)}
         size = sum(f.size or 0 for f in files if f.rfilename in wanted)
         log(f"downloading {name}: {len(wanted)} files, {size / 1e6:.1f} MB, to {hub_cache()}")
-        if not sys.stderr.isatty():
+        if not (bar and sys.stderr.isatty()):
             disable_progress_bars()
         return Path(
             snapshot_download(
@@ -170,7 +194,11 @@ def _download(name: str, revision: str | None, command: str, log: Log) -> Path:
             )
         )
 
-    return _from_hub(name, revision, command, fetch)
+    folder = _from_hub(name, revision, command, fetch)
+    missing = missing_files(folder)
+    if missing:
+        raise ModelNotFoundError(f"{name}: without {', '.join(missing[:10])} on the hub; expected a complete model")
+    return folder
 
 
 def _from_hub(name: str, revision: str | None, command: str, fetch: Callable[[], Path]) -> Path:
@@ -179,6 +207,8 @@ def _from_hub(name: str, revision: str | None, command: str, fetch: Callable[[],
 
     try:
         return fetch()
+    except PyEngineError:
+        raise
     except GatedRepoError:
         raise ModelNotFoundError(f"{name}: gated; accept its licence, set HF_TOKEN and run `{command}`") from None
     except RevisionNotFoundError:

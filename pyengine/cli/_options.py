@@ -98,7 +98,7 @@ def config_file(args: argparse.Namespace) -> Path:
         return model_folder(args) / "config.json"
     from pyengine import hub
 
-    return hub.config_file(model, offline=args.offline)
+    return hub.config_file(model, offline=args.offline, log=log(args))
 
 
 def model_folder(args: argparse.Namespace, *, degrid_demo: bool = False) -> Path:
@@ -110,7 +110,7 @@ def model_folder(args: argparse.Namespace, *, degrid_demo: bool = False) -> Path
         return demo.demo_folder(degrid=degrid_demo, offline=args.offline, log=log(args))
     from pyengine import hub
 
-    return hub.resolve(model, offline=args.offline)
+    return hub.resolve(model, offline=args.offline, log=log(args), bar=not args.quiet)
 
 
 def environment_threads() -> int | None:

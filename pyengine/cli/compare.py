@@ -76,7 +76,7 @@ def baseline_of(args: argparse.Namespace, folder: Path) -> tuple[Path, str]:
         return folder, args.against
     from pyengine import hub
 
-    return hub.resolve(args.against, offline=args.offline), "none"
+    return hub.resolve(args.against, offline=args.offline, log=_options.log(args), bar=not args.quiet), "none"
 
 
 def check(args: argparse.Namespace) -> None:

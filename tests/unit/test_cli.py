@@ -194,8 +194,9 @@ def test_model_is_a_path_an_id_or_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_
     assert _options.model_folder(parse("org/name@main")) == tmp_path
     assert _options.model_folder(parse("-m", "folder", "--offline")) == tmp_path
     assert _options.model_folder(parse(), degrid_demo=True) == tmp_path
-    assert asked[0] == (("org/name@main",), {"offline": False})
-    assert asked[1] == (("folder",), {"offline": True})
+    assert [args for args, _ in asked[:2]] == [("org/name@main",), ("folder",)]
+    assert [options["offline"] for _, options in asked[:2]] == [False, True]
+    assert all(options["bar"] and callable(options["log"]) for _, options in asked[:2])
     assert asked[2][1]["degrid"] is True
     with pytest.raises(errors.RequestError, match="two models"):
         _options.model_folder(parse("one", "-m", "two"))
