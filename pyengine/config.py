@@ -130,7 +130,8 @@ def _mtp_layers(config: ConfigValues, family: Family) -> int:
 
 
 def _text_config(config: ConfigValues) -> ConfigValues:
-    """The decoder of a model of several parts; tie_word_embeddings and quantization_config may stand outside."""
+    """The decoder of a model of several parts. tie_word_embeddings and quantization_config may stand outside, and BOS
+    and EOS too: outer EOS ids count beside inner ones."""
     inner = config.values.get("text_config")
     if not isinstance(inner, dict):
         raise config.bad("text_config", inner, "an object that describes the decoder")
@@ -141,6 +142,12 @@ def _text_config(config: ConfigValues) -> ConfigValues:
             raise config.bad(key, outside, f"{shown(inside)}, as text_config says")
         if outside is not None:
             values[key] = outside
+    if values.get("bos_token_id") is None:
+        values["bos_token_id"] = config.values.get("bos_token_id")
+    ends = [source.get("eos_token_id") for source in (config.values, values)]
+    lists = [end if isinstance(end, list) else [end] for end in ends if end is not None]
+    if lists:
+        values["eos_token_id"] = [end for one in lists for end in one]
     return ConfigValues(Path(f"{config.path}: text_config"), values, {})
 
 

@@ -35,7 +35,7 @@ from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.routing import RoutingCounts, UInt64, by_layer
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer
 from pyengine.spec import MLASpec, ModelSpec, RopeSpec
-from pyengine.tensors import check_tensors
+from pyengine.tensors import check_tensors, settle_head
 from pyengine.tokenizer import Tokenizer
 from pyengine.tokenizer_file import has_tokenizer
 from pyengine.weights import Progress
@@ -99,6 +99,7 @@ class Engine(EngineReports, ChatRequests):
             raise RequestError(f"quant {quant!r}; expected one of {', '.join(quantize.QUANTS)}")
         self.spec = load_model_spec(folder, strict=arguments["strict"])
         with open_checkpoint(folder) as checkpoint:
+            self.spec = settle_head(self.spec, checkpoint)
             self.notes += check_tensors(self.spec, checkpoint.tensors, folder)
             quant = stored_quant(checkpoint) if quant == "none" else quant
             self.quantization = quantize.choose(quant, arguments["group_size"], arguments["int4_scheme"])

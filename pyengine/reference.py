@@ -24,7 +24,7 @@ from pyengine.gguf_checkpoint import open_checkpoint
 from pyengine.hooks import NEVER, Hooks, check_hooks
 from pyengine.reference_latent import latent_qkv
 from pyengine.spec import FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, NormSpec
-from pyengine.tensors import CanonicalTensors, check_tensors
+from pyengine.tensors import CanonicalTensors, check_tensors, settle_head
 
 Array = NDArray[Any]
 QUERY_BLOCK = 128  # queries whose scores are held at once: memory grows with T, not with T squared
@@ -378,6 +378,7 @@ def load_reference(folder: Path | str, dtype: Any = np.float32) -> ReferenceMode
     folder = Path(folder)
     spec = load_model_spec(folder)
     with open_checkpoint(folder) as checkpoint:
+        spec = settle_head(spec, checkpoint)
         check_tensors(spec, checkpoint.tensors, folder)
         tensors = CanonicalTensors(checkpoint, spec)
         weights = {name: tensors.read_float32(name) for name in tensors.tensors}

@@ -35,6 +35,8 @@ QUANTIZED = (
     ".biases", ".input_scale", ".weight_zero_point", ".quant_map",
 )  # fmt: skip
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+COMPARED_WEIGHTS = 4 << 20  # at once
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 DOWN = re.compile(r"mlp\.experts\.\d+\.down_proj\.weight")
 
@@ -194,6 +196,8 @@ class NamesOnDisk:
         out: dict[str, Source] = {}
         for name, shape in expected.items():
             on_disk = self.of(name)
+            if name == EMBEDDING and on_disk not in self.tensors and HEAD not in expected:
+                on_disk = self.of(HEAD) if self.of(HEAD) in self.tensors else on_disk  # tied, and stored as the head
             layer, inner = _split_layer(name)
             module, _, leaf = inner.rpartition(".")
             transposed = self.names.transposed and layer is not None and len(shape) == 2
@@ -316,13 +320,39 @@ def _rows(raw: npt.NDArray[Any], rows: tuple[int, int] | None) -> npt.NDArray[An
     return raw if rows is None else raw[rows[0] : rows[1]]
 
 
+def settle_head(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """The spec with a head of its own where a tied model's files hold one that differs from the embedding.
+
+    What is stored counts more than tie_word_embeddings, as in transformers 5; it is a warning. Only such files are
+    read. Errors: as reading them.
+    """
+    on_disk = names_on_disk(spec, checkpoint.tensors)
+    embed, head = (checkpoint.tensors.get(on_disk.of(name)) for name in (EMBEDDING, HEAD))
+    if not spec.tie_word_embeddings or embed is None or head is None:
+        return spec
+    rows, columns = spec.vocab_size, spec.hidden_size
+    if not embed.shape == head.shape == (rows, columns) or not {embed.dtype, head.dtype} <= {*FLOATS}:
+        return spec  # refused where every tensor is accounted for
+    step = max(1, COMPARED_WEIGHTS // columns)
+    for begin in range(0, rows, step):
+        ours, theirs = (
+            as_float32(checkpoint.read_range(info.name, begin, min(begin + step, rows))) for info in (embed, head)
+        )
+        if not np.array_equal(ours, theirs):
+            text = f"{head.file}: tensor {shown(head.name)} is not the embedding, though tie_word_embeddings is true"
+            return replace(
+                spec, tie_word_embeddings=False, warnings=(*spec.warnings, f"{text}; it is used as it is stored")
+            )
+    return spec
+
+
 # ---- accounting -----------------------------------------------------------------------------------------------------
 
 
 def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo], where: Path) -> list[str]:
     """Account for every tensor of the files, `tensors`; returns notes on extra ones that are not used.
 
-    A stored lm_head.weight of a tied model is not used: the embedding is the head, as in transformers.
+    A stored lm_head.weight of a tied model is not used: it equals the embedding (settle_head).
     Errors, each listing the first ten: ModelFormatError for missing tensors, wrong shapes or layers past the config's;
     UnsupportedModelError for quantized checkpoints, dtypes not read here and extra tensors that would change the
     numbers.

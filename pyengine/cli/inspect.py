@@ -46,10 +46,11 @@ def describe(folder: Path, *, strict: bool) -> tuple[ModelSpec, dict[str, Any]]:
     """The spec, and the `inspect --json` object: folder, config (the spec's fields), tensors, totals and notes."""
     from pyengine.config import load_model_spec
     from pyengine.gguf_checkpoint import open_checkpoint
-    from pyengine.tensors import check_tensors
+    from pyengine.tensors import check_tensors, settle_head
 
     spec = load_model_spec(folder, strict=strict)
     with open_checkpoint(folder) as checkpoint:
+        spec = settle_head(spec, checkpoint)
         notes = check_tensors(spec, checkpoint.tensors, folder)
         infos = sorted(checkpoint.tensors.values(), key=lambda info: natural_key(info.name))
         rows = [tensor_row(info) for info in infos]

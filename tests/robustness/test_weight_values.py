@@ -357,11 +357,16 @@ def test_malformed_p07_unused_tensors_are_not_read(tmp_path: Path) -> None:
         assert_same_bits(engine.logits(IDS), logits(plain, "int8"))
 
 
-def test_malformed_p09_a_head_beside_a_tied_embedding_is_not_used(tmp_path: Path) -> None:
-    def head(tensors: Tensors) -> None:
-        tensors["lm_head.weight"] = np.full((67, 64), 9.0, np.float32)
+@pytest.mark.parametrize("same", [True, False])
+def test_malformed_p09_a_head_beside_a_tied_embedding(same: bool, tmp_path: Path) -> None:
+    """Equal it changes nothing; another one is the head, as in transformers 5."""
 
-    plain, more = made(tmp_path / "plain", None, TIED), made(tmp_path / "more", head, TIED)
+    def head(tensors: Tensors) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding.copy() if same else np.full((67, 64), 9.0, np.float32)
+
+    plain = made(tmp_path / "plain", None if same else head, TIED if same else {**TIED, "tie_word_embeddings": False})
+    more = made(tmp_path / "more", head, TIED)
     assert_same_bits(logits(more, "int8"), logits(plain, "int8"))
 
 

@@ -263,3 +263,81 @@ def test_a_model_of_several_parts_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(error, match=re.escape(text)):
         load_model_spec(tmp_path)
+
+
+TIED = {**CONFIGS["llama_tied"]}
+
+
+@pytest.mark.parametrize("dtype", ["same", "float16"])
+def test_a_head_beside_a_tied_embedding_that_equals_it_is_not_used(dtype: str, tmp_path: Path) -> None:
+    tensors = tiny_tensors(TIED)
+    embedding = tensors["model.embed_tokens.weight"].astype(np.float16).astype(np.float32)
+    stored = {**tensors, "model.embed_tokens.weight": embedding}
+    alone = write_tiny_model(tmp_path / "alone", TIED, tensors=stored)
+    head = embedding if dtype == "same" else embedding.astype(np.float16)
+    both = write_tiny_model(tmp_path / "both", TIED, tensors={**stored, "lm_head.weight": head})
+    with pyengine.load(both, quant="f32", threads=1) as one, pyengine.load(alone, quant="f32", threads=1) as other:
+        assert_same_bits(one.logits(IDS), other.logits(IDS), "tied")
+        assert one.notes == ["tensor 'lm_head.weight' is not used"]
+        assert one.spec.warnings == ()
+        assert one.weights.lm_head == one.weights.embed
+
+
+@pytest.mark.parametrize("row", [0, 50, 96])
+def test_a_head_that_differs_from_a_tied_embedding_is_the_head(
+    row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyengine.tensors.COMPARED_WEIGHTS", 20 * TIED["hidden_size"])
+    tensors = tiny_tensors(TIED)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[row, 3] += 1
+    stored = {**tensors, "lm_head.weight": head}
+    both = write_tiny_model(tmp_path / "both", TIED, tensors=stored)
+    untied = write_tiny_model(tmp_path / "untied", {**TIED, "tie_word_embeddings": False}, tensors=stored)
+    with pyengine.load(both, quant="int8", threads=1) as one, pyengine.load(untied, quant="int8", threads=1) as other:
+        assert_same_bits(one.logits(IDS), other.logits(IDS), "untied")
+        assert len(one.spec.warnings) == 1
+        assert "tensor 'lm_head.weight' is not the embedding" in one.spec.warnings[0]
+        assert not any("lm_head" in note for note in one.notes)
+    assert not load_reference(both).spec.tie_word_embeddings
+
+
+def test_a_tied_model_may_be_stored_with_its_head_alone(tmp_path: Path) -> None:
+    tensors = tiny_tensors(TIED)
+    alone = write_tiny_model(tmp_path / "alone", TIED, tensors=tensors)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    head = write_tiny_model(tmp_path / "head", TIED, tensors=tensors)
+    with pyengine.load(head, quant="f32", threads=1) as one, pyengine.load(alone, quant="f32", threads=1) as other:
+        assert_same_bits(one.logits(IDS), other.logits(IDS), "tied")
+        assert one.notes == []
+    del tensors["lm_head.weight"]
+    neither = write_tiny_model(tmp_path / "neither", TIED, tensors=tensors)
+    with pytest.raises(ModelFormatError, match=r"missing: 'model\.embed_tokens\.weight'"):
+        pyengine.load(neither)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "ids"),
+    [
+        ({"eos_token_id": [1, 7]}, {}, (1, 7)),
+        ({}, {"eos_token_id": 3}, (3,)),
+        ({"eos_token_id": 5}, {"eos_token_id": 3}, (5, 3)),
+    ],
+)
+def test_ends_of_a_model_of_several_parts(
+    outer: dict[str, object], inner: dict[str, object], ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    text = {
+        key: value for key, value in CONFIGS["mistral_window"].items() if key not in ("eos_token_id", "architectures")
+    }
+    text = {**text, "bos_token_id": None, **inner}
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "bos_token_id": 4,
+        "text_config": text,
+        **outer,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load_model_spec(tmp_path)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (4, ids)
