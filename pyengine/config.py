@@ -79,8 +79,9 @@ def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool
     architecture, family = _family(config, FAMILIES)
     warnings: list[str] = []
     if family.texts:
-        warnings += _check_keys(config, family, strict)
-        config = _text_config(config)
+        if not _is_flat(config, family):
+            warnings += _check_keys(config, family, strict)
+        config = _text_config(config, family)
         _, family = _family(config, {name: FAMILIES[name] for name in family.texts})
     config = config.of_family(family.defaults, family.spellings)
     warnings += _check_keys(config, family, strict)
@@ -129,10 +130,17 @@ def _mtp_layers(config: ConfigValues, family: Family) -> int:
     return config.integer(key, 0, MAX_LAYERS, 0) if key in family.keys else 0
 
 
-def _text_config(config: ConfigValues) -> ConfigValues:
+def _is_flat(config: ConfigValues, family: Family) -> bool:
+    return family.flat and config.values.get("text_config") is None
+
+
+def _text_config(config: ConfigValues, family: Family) -> ConfigValues:
     """The decoder of a model of several parts. tie_word_embeddings and quantization_config may stand outside, and BOS
     and EOS too: outer EOS ids count beside inner ones."""
     inner = config.values.get("text_config")
+    if _is_flat(config, family):
+        values = {key: value for key, value in config.values.items() if key not in (*family.keys, "architectures")}
+        return ConfigValues(config.path, {**values, "model_type": FAMILIES[family.texts[0]].model_type}, {})
     if not isinstance(inner, dict):
         raise config.bad("text_config", inner, "an object that describes the decoder")
     values = dict(inner)

@@ -41,6 +41,7 @@ class RopeForm:
     local_theta: float | None = None  # windowed layers have parameters of their own: this theta in files of no other
     skips_layers: bool = False  # no_rope_layers and no_rope_layer_interval say which layers have none
     q_scaled: bool = False  # llama_4_scaling_beta multiplies q
+    sections: bool = False  # mrope_section: parts of a head turn by time, height, width, which are one place in text
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)  # usual config key -> this family's name of it
     latent: bool = False  # multi-head latent attention
     texts: tuple[str, ...] = ()  # a model of several parts: families its decoder, under text_config, may be of
+    flat: bool = False  # without text_config the keys of the first of these stand among the others
     rope: RopeForm = field(default_factory=RopeForm)
     experts: Experts | None = None
     models: str = ""  # of this family, for README's table
@@ -145,6 +147,7 @@ _VISION_KEYS = (
     "text_config", "vision_config", "image_token_index", "image_token_id", "projector_hidden_act",
     "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
 )  # fmt: skip
+_QWEN_VISION_TOKENS = ("image", "video", "vision", "vision_start", "vision_end")
 _LANGUAGE_MODEL = Names(
     prefixes=("model.language_model.", "language_model.model."),
     skipped=("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector."),
@@ -409,6 +412,25 @@ FAMILIES: dict[str, Family] = {
         texts=("MistralForCausalLM", "Ministral3ForCausalLM"),
         names=_LANGUAGE_MODEL,
         keys=_VISION_KEYS,
+    ),
+    "Qwen2_5_VLTextModel": Family(
+        "qwen2_5_vl_text",
+        "qwen2_5_vl_text",
+        models="Qwen2.5-VL (text)",
+        qkv_bias=True,
+        window="switched",
+        norm=NormSpec(1e-5),
+        defaults={**_QWEN, "max_window_layers": 80, "num_key_value_heads": 8, "rope_theta": 1000000.0},
+        rope=RopeForm(sections=True),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Family(
+        "qwen2_5_vl",
+        "qwen2_5_vl",
+        models="Qwen2.5-VL",
+        texts=("Qwen2_5_VLTextModel",),
+        flat=True,
+        names=Names(prefixes=("model.language_model.", "model."), skipped=("visual.", "model.visual.")),
+        keys=("text_config", "vision_config", *(f"{x}_token_id" for x in _QWEN_VISION_TOKENS)),
     ),
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",

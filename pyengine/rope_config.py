@@ -101,7 +101,9 @@ def _parse(config: ConfigValues, key: str, source: dict[str, Any], head_dim: int
         raise config.unsupported(key, ", ".join(nested), "one set of parameters for all layers")
     theta = _theta(config, key, given.pop("rope_theta", None))
     rotary_dim = _rotary_dim(config, key, given.pop("partial_rotary_factor", None), head_dim, form)
-    kind = _type(config, key, given)
+    kind = _type(config, key, given, form)
+    if form.sections:
+        _check_sections(config, key, given.pop("mrope_section", None), rotary_dim)
     known = PARAMETERS[kind] | ({Q_SCALE: True} if form.q_scaled and kind == "yarn" else {})
     if form.q_scaled and kind != "yarn":
         raise config.unsupported(f"{key}.rope_type", kind, "yarn, beside which q is scaled by position")
@@ -153,9 +155,21 @@ def _theta(config: ConfigValues, key: str, inner: Any) -> float:
     return theta
 
 
-def _type(config: ConfigValues, key: str, given: dict[str, Any]) -> str:
+def _check_sections(config: ConfigValues, key: str, sections: Any, rotary_dim: int) -> None:
+    """mrope_section: how many pairs of a head turn by each of three places, which are the same for text."""
+    if sections is None:
+        return
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
+        raise config.bad(f"{key}.mrope_section", sections, "three whole numbers")
+    if sum(sections) != rotary_dim // 2:
+        raise config.bad(f"{key}.mrope_section", sections, f"{rotary_dim // 2} in all, half of a head's dimensions")
+
+
+def _type(config: ConfigValues, key: str, given: dict[str, Any], form: RopeForm) -> str:
     """Takes `rope_type` and its older name `type` out of `given`."""
     kind, other = given.pop("rope_type", None), given.pop("type", None)
+    if form.sections:
+        kind, other = ("default" if one == "mrope" else one for one in (kind, other))
     if kind is not None and other is not None and kind != other:
         raise ModelFormatError(
             f"{config.path}: key '{key}': type {shown(other)} and rope_type {shown(kind)} differ; expected one"

@@ -341,3 +341,61 @@ def test_ends_of_a_model_of_several_parts(
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = load_model_spec(tmp_path)
     assert (spec.bos_token_id, spec.eos_token_ids) == (4, ids)
+
+
+VL = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 8},
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+    "vision_token_id": 94,
+}
+
+
+@pytest.mark.parametrize("form", ["flat", "nested"])
+def test_qwen_with_vision_reads_text_as_qwen2_does(form: str, tmp_path: Path) -> None:
+    """Of released files the first, saved by transformers 5 the second; both were compared with transformers 5.24."""
+    inner = {key: value for key, value in CONFIGS["qwen2_untied"].items() if key not in ("architectures", "rope_theta")}
+    tensors = tiny_tensors(CONFIGS["qwen2_untied"])
+    if form == "flat":
+        rope = {"rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+        config = {**inner, **rope, **VL}
+        stored = {**tensors, "visual.patch_embed.proj.weight": np.ones((4, 3), np.float32)}
+    else:
+        rope = {"rope_type": "default", "type": "mrope", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]}
+        text = {**inner, "model_type": "qwen2_5_vl_text", "rope_parameters": rope}
+        config = {**VL, "text_config": text, "tie_word_embeddings": False}
+        prefix = "model.language_model."
+        stored = {
+            prefix + name.removeprefix("model.") if name[:5] == "model" else name: v for name, v in tensors.items()
+        }
+        stored["model.visual.patch_embed.proj.weight"] = np.ones((4, 3), np.float32)
+    whole = write_tiny_model(tmp_path / "whole", config, tensors=stored)
+    alone = write_tiny_model(tmp_path / "alone", CONFIGS["qwen2_untied"], tensors=tensors)
+    with pyengine.load(whole, quant="f32", threads=1) as one, pyengine.load(alone, quant="f32", threads=1) as other:
+        assert_same_bits(one.logits(IDS), other.logits(IDS), "the decoder alone")
+        assert any("visual.*' are not used" in note for note in one.notes)
+        assert one.spec.warnings == ()
+        assert one.spec.eos_token_ids == other.spec.eos_token_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}, ModelFormatError, "8 in all"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [8]}}, ModelFormatError, "three whole numbers"),
+        ({"rope_scaling": {"type": "mrope", "interleaved": True}}, UnsupportedModelError, "rope_scaling.interleaved"),
+        ({"vision_scale": 2.0}, UnsupportedModelError, "key 'vision_scale'"),
+        ({"text_config": 3}, ModelFormatError, "key 'text_config': '3'"),
+    ],
+)
+def test_qwen_with_vision_is_refused_by_name(
+    changes: dict[str, object], error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    inner = {key: value for key, value in CONFIGS["qwen2_untied"].items() if key != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps({**inner, **VL, **changes}))
+    with pytest.raises(error, match=re.escape(says)):
+        load_model_spec(tmp_path)
