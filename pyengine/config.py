@@ -6,6 +6,7 @@ its value means "off"; it is an error where its name tells that it changes the c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,12 @@ def load_model_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
         return gguf_config.with_own_rope(model_spec(gguf_config.read(folder), strict=strict), folder)
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder}: no such folder; expected a model folder with config.json")
-    return model_spec(ConfigValues.read(folder / "config.json"), folder, strict=strict)
+    path = folder / "config.json"
+    if not os.path.lexists(path) and (files := sorted(folder.glob("*.gguf"))):
+        raise ModelNotFoundError(
+            f"{folder}: no config.json; expected one, or one of its GGUF files as MODEL: {files[0]}"
+        )
+    return model_spec(ConfigValues.read(path), folder, strict=strict)
 
 
 def model_spec(config: ConfigValues, folder: Path | None = None, *, strict: bool = False) -> ModelSpec:

@@ -72,6 +72,7 @@ SCALING = {  # of rope_scaling
 OLD_FACTOR = "rope.scale_linear"
 DIMENSIONS = "rope.dimension_count"
 VALUE_LENGTH = "attention.value_length"
+WINDOW = "attention.sliding_window"
 INERT = ("rope.scaling.finetuned", "tensor_data_layout")
 NONE = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # values that mean a plain decoder
 # Tokens that end a turn or a text, by what they are called: files name one, and models emit any
@@ -103,6 +104,9 @@ def read(path: Path) -> ConfigValues:
     spelled |= {"partial_rotary_factor": own + DIMENSIONS, "eos_token_id": f"{TOKENIZER}eos_token_id"}
     spelled |= {"bos_token_id": f"{TOKENIZER}bos_token_id", "rope_scaling": own + SCALING["rope_type"]}
     architecture, kind, _ = ARCHITECTURES[name]
+    if name == "llama" and WINDOW in given:  # a Llama that sees so many keys is a Mistral
+        architecture, kind = "MistralForCausalLM", "mistral"
+        spelled["sliding_window"] = own + WINDOW
     values: dict[str, Any] = {usual: given.pop(key, None) for usual, key in KEYS.items()}
     for usual in REQUIRED:
         if values[usual] is None:
@@ -120,6 +124,8 @@ def read(path: Path) -> ConfigValues:
         "eos_token_id": _ends(header) or None,
         "dtype": _dtype(header),
     }
+    if kind == "mistral":
+        values["sliding_window"] = given.pop(WINDOW)
     if kind == "llama":
         values["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
     # what is left is accounted for as an unknown key of config.json would be

@@ -11,7 +11,6 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +108,9 @@ class GgufHeader:
         return texts
 
 
+_last: dict[tuple[Path, tuple[int, int, int, int]], GgufHeader] = {}
+
+
 class _Cursor:
     """The header's bytes, read as far as they are asked for."""
 
@@ -187,23 +189,19 @@ class _Cursor:
 
 
 def read_header(file: CheckpointFile) -> GgufHeader:
-    """The header of an open file, remembered while the file stays as it is.
+    """The header of an open file; that of the last file is remembered while it stays as it is.
 
     Errors: ModelFormatError for everything that is wrong with it, naming key or tensor; UnsupportedModelError for a
     type of tensor that is not read here, another version or byte order, and a file that is one of several.
     """
-    header = _remembered(file.path, file.identity)
+    key = file.path, file.identity
+    header = _last.get(key)
+    if header is None:
+        header = _parse(file)
+        _last.clear()
+        _last[key] = header
     file.header_sha256 = header.sha256
     return header
-
-
-@lru_cache(maxsize=1)
-def _remembered(path: Path, identity: tuple[int, int, int, int]) -> GgufHeader:
-    file = CheckpointFile(path)
-    try:
-        return _parse(file)
-    finally:
-        file.close()
 
 
 def open_header(path: Path) -> GgufHeader:

@@ -70,7 +70,7 @@ class CheckpointFile:
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(self.fd)
-            raise ModelFormatError(f"{path}: not a regular file; expected a safetensors file")
+            raise ModelFormatError(f"{path}: not a regular file; expected a file of weights")
         self.size = status.st_size
         self.identity = self._identity(status)
         self.header_sha256 = ""  # set where the header is read

@@ -10,7 +10,12 @@ from typing import Any
 import gguf
 import numpy as np
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type -> general.architecture
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}  # model_type -> general.architecture
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",

@@ -15,7 +15,7 @@ from golden.golden_cases import CONFIGS
 
 import pyengine
 from pyengine.cli.main import main
-from pyengine.errors import ModelFormatError, PyEngineError, UnsupportedModelError
+from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, UnsupportedModelError
 from pyengine.gguf_file import open_header
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
@@ -125,6 +125,9 @@ def test_what_is_not_a_file(tmp_path: Path) -> None:
         pyengine.load(tmp_path / "pipe.gguf")
     (tmp_path / "empty.gguf").mkdir()
     with pytest.raises(ModelFormatError, match=r"config\.json"):
+        pyengine.load(tmp_path / "empty.gguf")
+    (tmp_path / "empty.gguf" / "one.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"as MODEL: .*/one\.gguf"):
         pyengine.load(tmp_path / "empty.gguf")
 
 

@@ -199,6 +199,17 @@ def test_frequencies_of_llama_3_are_in_a_tensor(tmp_path: Path) -> None:
     np.testing.assert_allclose(load_reference(path, np.float64).forward(ids), exact, rtol=0, atol=1e-4)
 
 
+def test_a_window(tmp_path: Path) -> None:
+    config = CONFIGS["mistral_window"]
+    keys = {".attention.sliding_window": config["sliding_window"]}
+    path, folder = pair(tmp_path, config, keys=keys)
+    assert load_model_spec(path).layers[0].attention.window == config["sliding_window"] < len(IDS)
+    np.testing.assert_array_equal(logits(path, quant="f32"), logits(folder, quant="f32"))
+    (tmp_path / "qwen2").mkdir()
+    with pytest.raises(PyEngineError, match=r"qwen2\.attention\.sliding_window"):
+        load_model_spec(pair(tmp_path / "qwen2", {**CONFIGS["qwen2"], **SIZES}, keys=keys)[0])
+
+
 def test_frequencies_that_divide_by_one_are_none(tmp_path: Path) -> None:
     path, folder = pair(tmp_path, LLAMA, extra={"rope_freqs.weight": np.ones(32, np.float32)})
     np.testing.assert_array_equal(logits(path, quant="f32"), logits(folder, quant="f32"))
@@ -239,7 +250,7 @@ def test_what_llama_cpp_takes_where_a_key_is_absent(tmp_path: Path) -> None:
         ({".rope.scaling.type": "yarn", ".rope.scaling.factor": 2.0, ".rope.scaling.yarn_log_multiplier": 0.1}, 4,
          "llama.rope.scaling.yarn_log_multiplier"),
         ({".expert_count": 8}, 4, "llama.expert_count"),
-        ({".attention.sliding_window": 4096}, 4, "llama.attention.sliding_window"),
+        ({".attention.sliding_window": 0}, 3, "key 'llama.attention.sliding_window': '0'"),
         ({".logit_scale": 0.5}, 4, "llama.logit_scale"),
         ({".attention.causal": False, ".attention.scale": 0.1}, 4, "llama.attention.scale"),
         ({".vocab_size": 96}, 3, "tensor 'token_embd.weight'"),
