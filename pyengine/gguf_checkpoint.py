@@ -19,7 +19,7 @@ from pyengine.strict_json import shown
 
 FREQUENCIES = "rope_freqs.weight"  # divides RoPE's frequencies; the config's matter and not a weight
 INT4_BITS = 5.0  # files of at most so many bits per weight are int4 unless told otherwise
-CHUNK_WEIGHTS = 1 << 20  # that are made float32 at once: the temporaries are several times their size
+CHUNK_WEIGHTS = 1 << 18  # that are made float32 at once: the temporaries are several times their size
 
 Float32 = npt.NDArray[np.float32]
 
