@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pyengine import strict_json
 from pyengine.errors import ModelFormatError, ModelNotFoundError, RequestError, ResourceError, UnsupportedModelError
-from pyengine.safetensors_header import CheckpointFile, check_with_package, parse_header, tensor_error
+from pyengine.safetensors_header import CheckpointFile, parse_header, tensor_error
 from pyengine.safetensors_header import TensorInfo as TensorInfo
 from pyengine.strict_json import shown
 
@@ -65,7 +65,6 @@ class Checkpoint:
                     other = tensors.setdefault(info.name, info)
                     if other is not info:
                         raise tensor_error(path, info.name, f"also in {other.file.name}", "each tensor in one shard")
-                check_with_package(path)
             _check_index(index, weight_map or {}, tensors)
             return cls(folder, files, tensors)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import os
 import sys
@@ -79,7 +80,8 @@ class RopeTables:
 class Engine(EngineReports, ChatRequests):
     """A loaded model. Made by `load`; use as a context manager or close it.
 
-    Calls from several threads at once are served one after the other. Attributes: spec, tokenizer (None without
+    Calls from several threads at once are served one after the other. It belongs to the process that loaded it: in one
+    forked from that, calls are RequestErrors. Attributes: spec, tokenizer (None without
     tokenizer.json), folder, quant, group_size, bits_per_weight, isa, threads, ctx_size, load_ms, notes.
     """
 
@@ -90,6 +92,7 @@ class Engine(EngineReports, ChatRequests):
         self.folder = folder
         self._arguments = arguments
         self._lock = threading.RLock()
+        self._process = os.getpid()
         self._closed = False
         self._timed: Callable[[], GenerationStream | None] = nobody  # whose decode steps the timers now count
         self.device = check_device(arguments["device"])
@@ -333,6 +336,15 @@ class Engine(EngineReports, ChatRequests):
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("the engine is closed; expected an open one")
+        if self._forked():
+            raise RequestError(
+                f"the engine belongs to process {self._process}, from which this one was forked without its threads; "
+                "expected an engine loaded in this process"
+            )
+
+    def _forked(self) -> bool:
+        """Whether this is a fork's copy: it has no threads, and a thread that is not here may hold its lock."""
+        return os.getpid() != self._process
 
     def _running(self, timed: GenerationStream | None = None) -> _Running:
         return _Running(self, timed)
@@ -354,10 +366,11 @@ class Engine(EngineReports, ChatRequests):
 
     def close(self) -> None:
         """Give the memory back. Calls after this are RequestErrors; closing twice is not."""
-        with self._lock:
+        with contextlib.nullcontext() if self._forked() else self._lock:
             if self._closed:
                 return
-            self._time_for(None)
+            if not self._forked():
+                self._time_for(None)
             self._closed = True
             del self.routed, self.program, self.pool, self.ropes, self.weights, self.backend
 
@@ -380,6 +393,7 @@ class _Running:
         self.timed = timed
 
     def __enter__(self) -> None:
+        self.engine._check_open()
         self.engine._lock.acquire()
         try:
             self.engine._check_open()

@@ -314,7 +314,7 @@ class GenerationStream:
         self.stage_ns += np.bincount(stages, weights=ops_ns, minlength=len(STAGES)).astype(np.int64)
 
     def _end(self, reason: str) -> None:
-        if self.result is not None:
+        if self.result is not None or self.engine._forked():  # a fork's copy of a request is not this process's to end
             return
         engine, predicted = self.engine, max(self.completion - 1, 0)
         with engine._lock:

@@ -20,7 +20,7 @@ from typing import Any
 import safetensors
 
 from pyengine import strict_json
-from pyengine.errors import ModelFormatError, RequestError, ResourceError
+from pyengine.errors import ModelFormatError, RequestError
 from pyengine.strict_json import open_error, shown
 
 # Limits are named in the errors.
@@ -64,8 +64,6 @@ class CheckpointFile:
             # O_NONBLOCK: opening a FIFO must not hang
             self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise ResourceError(f"{path}: {error.strerror}; expected a file descriptor for each shard") from None
             raise open_error(path, error) from None
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
@@ -88,6 +86,8 @@ class CheckpointFile:
             try:
                 count = os.preadv(self.fd, [target[done : done + READ_BYTES]], offset + done)
             except OSError as error:
+                if error.errno == errno.ENOMEM:
+                    raise open_error(self.path, error) from None
                 where = f"{self.path}: {error.strerror} at byte {offset + done}"
                 raise ModelFormatError(f"{where}; expected data") from None
             if count == 0:
@@ -262,19 +262,33 @@ def parse_header(file: CheckpointFile) -> list[TensorInfo]:
     data_size = file.size - start
     infos = [_parse_entry(path, name, entry, start, data_size) for name, entry in header.items()]
     _check_layout(path, infos, start, data_size)
+    _check_with_package(file, raw)
     return infos
 
 
-def check_with_package(path: Path) -> None:
-    """The format's own library has the last word."""
+def _check_with_package(file: CheckpointFile, header: bytes) -> None:
+    """The format's own library has the last word.
+
+    It maps what it opens, and a file cut short meanwhile would be a SIGBUS: it gets a copy of the header, with as many
+    zeros behind it as the file has bytes, which take no memory.
+    """
     try:
-        with safetensors.safe_open(path, framework="np"):
-            pass
+        copy = os.memfd_create("safetensors")
+        try:
+            with os.fdopen(copy, "wb", closefd=False) as target:
+                target.write(len(header).to_bytes(8, "little") + header)
+            os.ftruncate(copy, file.size)
+            with safetensors.safe_open(f"/proc/self/fd/{copy}", framework="np"):
+                pass
+        finally:
+            os.close(copy)
     except safetensors.SafetensorError as error:
-        raise ModelFormatError(f"{path}: {error}; expected a valid safetensors file") from None
+        raise ModelFormatError(f"{file.path}: {error}; expected a valid safetensors file") from None
     except MemoryError:
         # The package maps the whole file, which a limit on address space forbids. Our own rules, which refuse all that
         # it refuses, have passed, and reading needs no mapping.
         return
     except OSError as error:
-        raise ModelFormatError(f"{path}: {error}; expected a readable safetensors file") from None
+        if error.errno == errno.EFBIG:  # a limit on the size of files: the same
+            return
+        raise open_error(file.path, error) from None

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.errors import ModelFormatError
+from pyengine import system
+from pyengine.errors import ModelFormatError, PyEngineError
 
 MAX_NUMBER_CHARACTERS = 64
 MAX_DEPTH = 64
@@ -51,7 +52,8 @@ def shown(value: object) -> str:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """A regular file, whole. ModelFormatError if it is none, cannot be read, or has more than max_bytes.
+    """A regular file, whole. ModelFormatError if it is none, cannot be read, or has more than max_bytes; ResourceError
+    without a file descriptor or memory.
 
     Opened without blocking, so that a FIFO or a device in its place is an error and not a hang.
     """
@@ -76,8 +78,11 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return data
 
 
-def open_error(path: Path, error: OSError) -> ModelFormatError:
-    """What went wrong with opening or reading a file that should be there."""
+def open_error(path: Path, error: OSError) -> PyEngineError:
+    """What went wrong with opening or reading a file that should be there: the file, or what the process may have."""
+    lacking = system.lacking(path, error)
+    if lacking is not None:
+        return lacking
     if error.errno == errno.ENOENT:
         return ModelFormatError(f"{path}: no such file; expected a readable file")
     if error.errno == errno.ENXIO:  # a socket, or a device without a driver

@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from pyengine import system
 from pyengine.detokenize import StopMatcher, StreamDecoder, TokenDecoder, read_decoder
 from pyengine.errors import TokenizerError
 from pyengine.strict_json import shown
@@ -62,7 +63,7 @@ class Tokenizer:
         """The tokenizer of a model with `vocab_size` embedding rows.
 
         Errors: TokenizerError naming the file: missing, damaged, of a kind that is not supported, or with ids that the
-        model has no rows for.
+        model has no rows for. ResourceError without a file descriptor or memory.
         """
         path = tokenizer_path(folder)
         document = read_tokenizer(folder, vocab_size)
@@ -75,7 +76,10 @@ class Tokenizer:
             if path == folder:  # a GGUF file
                 backend = tokenizers.Tokenizer.from_str(json.dumps(document))
             else:
-                backend = tokenizers.Tokenizer.from_file(str(path))
+                backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        except OSError as error:
+            wrong = TokenizerError(f"{path}: {error.strerror or error}; expected a readable file")
+            raise system.lacking(path, error) or wrong from None
         except Exception as error:  # the package raises Exception itself
             raise TokenizerError(f"{path}: {error}; expected a tokenizer that the tokenizers package reads") from None
         backend.no_truncation()

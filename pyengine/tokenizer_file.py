@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyengine import gguf_tokenizer
+from pyengine import gguf_tokenizer, system
 from pyengine.errors import TokenizerError
 from pyengine.gguf_file import is_gguf
 from pyengine.strict_json import MAX_DEPTH, shown
@@ -79,7 +79,8 @@ class TokenizerSettings:
 
 
 def read_json(path: Path, limit: int, *, missing: str = "expected a tokenizer") -> Any:
-    """A JSON object from a file. Errors: TokenizerError naming the file: missing, too large, not JSON, no object."""
+    """A JSON object from a file. Errors: TokenizerError naming the file: missing, too large, not JSON, no object;
+    ResourceError without a file descriptor or memory."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
@@ -90,7 +91,8 @@ def read_json(path: Path, limit: int, *, missing: str = "expected a tokenizer") 
     except FileNotFoundError:
         raise TokenizerError(f"{path}: no such file; {missing}") from None
     except OSError as error:
-        raise TokenizerError(f"{path}: {error.strerror or error}; expected a readable file") from error
+        wrong = TokenizerError(f"{path}: {error.strerror or error}; expected a readable file")
+        raise system.lacking(path, error) or wrong from error
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

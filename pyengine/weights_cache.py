@@ -8,6 +8,7 @@ so that readers and writers need no lock; one that is damaged is said, removed, 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -35,7 +36,7 @@ FILE_VERSION = 2
 WORTH_SECONDS = 2.0  # a load that took less is not worth a file
 FREE_TIMES = 3  # times the file's size that must be free before it is written
 DEFAULT_LIMIT_BYTES = 20_000_000_000
-STALE_SECONDS = 3600  # a temporary file not written to for so long is a dead process's
+STALE_SECONDS = 3600  # where files cannot be locked: a temporary file not written to for so long is a dead process's
 MAX_INDEX_BYTES = 64 << 20
 SUFFIX = ".weights"
 HEADER = struct.Struct("<8sIIQQQ24x")  # magic, file version, 0, bytes of the index, its checksum, bytes of the file
@@ -70,6 +71,7 @@ class WeightsCache:
         strict: weights that had a warning are not used, because making them is an error.
         """
         path = weights_cache_dir() / file_name(key)
+        remove_dead()
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -231,7 +233,7 @@ def _write(backend: Backend, path: Path, index: dict[str, Any], tensors: list[in
     """Write a file under another name, sync it, rename it. On any error nothing is left behind."""
     raw = json.dumps(index).encode()
     raw += b" " * (-len(raw) % 64)
-    descriptor, name = tempfile.mkstemp(prefix=".", suffix=SUFFIX + ".tmp", dir=path.parent)
+    descriptor, name = _temporary(path.parent)
     try:
         try:
             data_bytes = backend.tensors_write(descriptor, HEADER.size + len(raw), tensors)
@@ -249,16 +251,67 @@ def _write(backend: Backend, path: Path, index: dict[str, Any], tensors: list[in
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    with contextlib.suppress(
+        OSError
+    ):  # the file is whole and in its place; what is not certain is that it outlives a crash
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _temporary(folder: Path) -> tuple[int, str]:
+    """A new file to write, and its name. It is locked as long as it is open, so that the file of a process that died
+    is known by its having no lock (`remove_dead`)."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=".", suffix=SUFFIX + ".tmp", dir=folder)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: then age tells
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.exists(name):
+                return descriptor, name
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # taken for a dead one before it was locked
+
+
+def remove_dead() -> None:
+    """Remove what processes that died left half written."""
+    for path in weights_cache_dir().glob(f".*{SUFFIX}.tmp"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if _is_dead(descriptor):
+                    path.unlink()  # under its lock: a writer that comes for it now finds that it has gone
+            finally:
+                os.close(descriptor)
+
+
+def _is_dead(descriptor: int) -> bool:
+    """Whether nobody writes this open temporary file any more; then it is locked."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - os.fstat(descriptor).st_mtime > STALE_SECONDS
+    return True
+
+
+def _read(descriptor: int, count: int, offset: int) -> bytes:
+    """`count` bytes from `offset`; fewer only where the file ends."""
+    parts = []
+    while count > 0 and (part := os.pread(descriptor, count, offset)):
+        parts.append(part)
+        count, offset = count - len(part), offset + len(part)
+    return b"".join(parts)
 
 
 def read_index(descriptor: int, path: Path) -> tuple[dict[str, Any], int]:
     """The index of an open file, and where its tensors begin. ModelFormatError for anything but an intact index."""
-    head = os.pread(descriptor, HEADER.size, 0)
+    head = _read(descriptor, HEADER.size, 0)
     if len(head) < HEADER.size:
         raise ModelFormatError(f"{path}: {len(head)} bytes; expected at least a header")
     magic, version, _, index_bytes, checksum, end = HEADER.unpack(head)
@@ -267,7 +320,7 @@ def read_index(descriptor: int, path: Path) -> tuple[dict[str, Any], int]:
         raise ModelFormatError(f"{path}: begins with {magic!r}, version {version}; expected {MAGIC!r}, {FILE_VERSION}")
     if size != end or index_bytes % 64 or not 0 < index_bytes <= min(MAX_INDEX_BYTES, size - HEADER.size):
         raise ModelFormatError(f"{path}: {size} bytes, index of {index_bytes}; expected {end} bytes in all")
-    raw = os.pread(descriptor, index_bytes, HEADER.size)
+    raw = _read(descriptor, index_bytes, HEADER.size)
     if len(raw) < index_bytes or _core.checksum(raw) != checksum:
         raise ModelFormatError(f"{path}: the index is not what was written")
     index = json.loads(raw)
@@ -315,10 +368,7 @@ def evict(limit_bytes: int, *, keep: Path | None = None) -> int:
     `keep` is neither counted nor removed. Temporary files of dead processes go too. Who has a removed file mapped keeps
     its pages. Errors: OSError for a file that cannot be removed.
     """
-    for path in weights_cache_dir().glob(f".*{SUFFIX}.tmp"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                path.unlink()
+    remove_dead()
     files = [(path, status.st_size) for path, status in _files() if path != keep]
     total, removed = sum(size for _, size in files), 0
     for path, size in files:

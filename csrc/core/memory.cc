@@ -10,25 +10,35 @@
 #include <emmintrin.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include "core/status.h"
 
 namespace pe {
 
 namespace {
-constexpr size_t kHugePage = size_t{2} << 20;
-}
+constexpr size_t kHugePage = size_t{2} << 20, kPage = 4096;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kRedZone = kPage;  // what is read or written past the bytes asked for is reported
+#else
+constexpr size_t kRedZone = 0;
+#endif
+}  // namespace
 
 Memory::Memory(size_t bytes) {
-  size_ = align_up(bytes ? bytes : 1, 4096);
-  void* p = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) {
-    const size_t wanted = size_;
-    size_ = 0;
-    fail(PE_RESOURCE, "cannot allocate %zu bytes", wanted);
-  }
+  const size_t mapped = align_up(bytes ? bytes : 1, kPage) + kRedZone;
+  void* p = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) fail(PE_RESOURCE, "cannot allocate %zu bytes", mapped);
   data_ = static_cast<uint8_t*>(p);
+  size_ = kRedZone ? bytes : mapped;
+  mapped_ = mapped;
 #ifdef MADV_HUGEPAGE
-  if (size_ >= 2 * kHugePage) madvise(data_, size_, MADV_HUGEPAGE);
+  if (mapped_ >= 2 * kHugePage) madvise(data_, mapped_, MADV_HUGEPAGE);
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(data_ + size_, mapped_ - size_);
 #endif
 }
 
@@ -37,7 +47,7 @@ Memory Memory::of_file(int fd, size_t bytes) {
   if (p == MAP_FAILED) fail(PE_RESOURCE, "cannot map %zu bytes: %s", bytes, std::strerror(errno));
   Memory memory;
   memory.data_ = static_cast<uint8_t*>(p);
-  memory.size_ = bytes;
+  memory.size_ = memory.mapped_ = bytes;
   return memory;
 }
 
@@ -53,7 +63,11 @@ void flush_caches(const uint8_t* p, size_t bytes) {
 }
 
 Memory::~Memory() {
-  if (data_) munmap(data_, size_);
+  if (!data_) return;
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(data_, mapped_);
+#endif
+  munmap(data_, mapped_);
 }
 
 }  // namespace pe

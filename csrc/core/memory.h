@@ -37,9 +37,10 @@ class Memory {
   void swap(Memory& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
+    std::swap(mapped_, other.mapped_);
   }
   uint8_t* data_ = nullptr;
-  size_t size_ = 0;
+  size_t size_ = 0, mapped_ = 0;
 };
 
 }  // namespace pe

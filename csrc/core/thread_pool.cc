@@ -1,5 +1,7 @@
 #include "core/thread_pool.h"
 
+#include <unistd.h>
+
 #include <system_error>
 
 #if defined(__x86_64__)
@@ -54,28 +56,42 @@ void Gate::sleep(uint32_t seen) const { value_.wait(seen, std::memory_order_acqu
 
 Team::Team(int threads) : Team(threads, threads > static_cast<int>(std::thread::hardware_concurrency())) {}
 
-Team::Team(int threads, bool crowded) : start_(crowded), barrier_(crowded) {
+Team::Team(int threads, bool crowded)
+    : process_(getpid()), workers_(std::make_unique<std::vector<std::thread>>()), start_(crowded), barrier_(crowded) {
   try {
-    for (int t = 1; t < threads; ++t) workers_.emplace_back([this, t] { work(t); });
+    workers_->reserve(static_cast<size_t>(threads - 1));
+    for (int t = 1; t < threads; ++t) workers_->emplace_back([this, t] { work(t); });
   } catch (const std::system_error& e) {
     const int made = size();
-    stop_ = true;
-    start_.open();
-    for (auto& w : workers_) w.join();
+    end();
     fail(PE_RESOURCE, "cannot start thread %d of %d: %s", made, threads, e.what());
+  } catch (...) {
+    end();
+    throw;
   }
 }
 
-Team::~Team() {
+Team::~Team() { end(); }
+
+void Team::end() {
+  if (getpid() != process_) {
+    // A fork's copy: the threads are not in this process, and joining or detaching them would be undefined.
+    static_cast<void>(workers_.release());
+    return;
+  }
   stop_ = true;
   start_.open();
-  for (auto& w : workers_) w.join();
+  for (auto& w : *workers_) w.join();
 }
 
 void Team::run(const std::function<void(int)>& body) {
+  if (size() > 1 && getpid() != process_)
+    fail(PE_RESOURCE,
+         "process %d was forked from %d, whose %d threads it lacks; expected a backend made in this process",
+         static_cast<int>(getpid()), static_cast<int>(process_), size() - 1);
   FlushDenormals flush;
   body_ = &body;
-  if (!workers_.empty()) start_.open();
+  if (size() > 1) start_.open();
   body(0);
   barrier();  // nobody reads body_ any more
 }

@@ -1,7 +1,6 @@
 #include "cpu/dispatch.h"
 
 #if defined(__linux__)
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -12,13 +11,9 @@
 #endif
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <initializer_list>
-#include <set>
-#include <sstream>
-#include <thread>
+#include <string>
 
 #include "core/status.h"
 
@@ -83,10 +78,10 @@ bool hwcap(unsigned long type, int bit) {
 #endif
 
 // Every feature that an implementation asks for, usable: the CPU has it and the operating system saves its registers.
-const std::vector<Feature>& features() {
+std::span<const Feature> features() {
 #if defined(__x86_64__)
 #define PE_FEATURE(name) {name, __builtin_cpu_supports(name) != 0}
-  static const std::vector<Feature> list = {
+  static const Feature list[] = {
       PE_FEATURE("sse4.2"),
       PE_FEATURE("avx"),
       PE_FEATURE("avx2"),
@@ -102,10 +97,9 @@ const std::vector<Feature>& features() {
   };
 #undef PE_FEATURE
 #elif defined(__aarch64__)
-  static const std::vector<Feature> list = {
-      {"asimd", true}, {"asimddp", hwcap(AT_HWCAP, 20)}, {"i8mm", hwcap(AT_HWCAP2, 13)}};
+  static const Feature list[] = {{"asimd", true}, {"asimddp", hwcap(AT_HWCAP, 20)}, {"i8mm", hwcap(AT_HWCAP2, 13)}};
 #else
-  static const std::vector<Feature> list;
+  static const Feature list[] = {{"none", true}};
 #endif
   return list;
 }
@@ -133,8 +127,8 @@ std::string names_of(bool available_only) {
 
 }  // namespace
 
-const std::vector<Implementation>& implementations() {
-  static const std::vector<Implementation> list = {
+std::span<const Implementation> implementations() {
+  static const Implementation list[] = {
       {"scalar", &kernels_scalar, true},
 #if defined(PYENGINE_TEST_ISAS)
       {"avxvnni_evex", &kernels_avxvnni_evex, has(kAvx512Vnni)},
@@ -171,68 +165,18 @@ const KernelTable& choose_kernels(const char* name) {
   fail(PE_RESOURCE, "ISA '%.100s' is unknown; expected one of %s", name ? name : "", names_of(false).c_str());
 }
 
-const std::string& cpu_features() {
-  static const std::string text = [] {
-    std::string s;
-    for (const Feature& f : features())
-      if (f.present) s += std::string(s.empty() ? "" : " ") + f.name;
-    return s;
-  }();
-  return text;
-}
-
-namespace {
-
-#if defined(__linux__)
-// Cores among the CPUs this process may use: threads of one core count once.
-int physical_cores(const cpu_set_t& set) {
-  std::set<std::string> cores;
-  int unknown = 0;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &set)) continue;
-    char path[128];
-    std::snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
-    std::ifstream file(path);
-    std::string siblings;
-    if (std::getline(file, siblings))
-      cores.insert(siblings);
-    else
-      ++unknown;
-  }
-  return static_cast<int>(cores.size()) + unknown;
-}
-
-// Whole CPUs of the cgroup's quota (v2, then v1), 0 where there is none.
-int cgroup_cpus() {
-  double quota = 0, period = 0;
-  std::string line, first;
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
-  if (std::getline(v2, line)) {
-    std::istringstream words(line);
-    if (!(words >> first >> period) || first == "max") return 0;
-    quota = std::strtod(first.c_str(), nullptr);
-  } else {
-    std::ifstream q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-    if (!(q >> quota) || !(p >> period) || quota <= 0) return 0;
-  }
-  if (period <= 0) return 0;
-  const int whole = static_cast<int>(quota / period);
-  return whole > 0 ? whole : 1;
-}
-#endif
-
-}  // namespace
-
-int default_threads() {
-  int n = static_cast<int>(std::thread::hardware_concurrency());
-#if defined(__linux__)
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) n = physical_cores(set);
-  const int quota = cgroup_cpus();
-  if (quota > 0 && quota < n) n = quota;
-#endif
-  return n > 0 ? n : 1;
+const char* cpu_features() {
+  static const struct Names {
+    char text[512] = "";
+    Names() {
+      for (const Feature& f : features()) {
+        if (!f.present) continue;
+        const size_t at = std::strlen(text);
+        std::snprintf(text + at, sizeof text - at, "%s%s", at ? " " : "", f.name);
+      }
+    }
+  } names;
+  return names.text;
 }
 
 }  // namespace pe

@@ -1,8 +1,7 @@
 // The implementations compiled in, worst first, and which of them this CPU can run.
 #pragma once
 
-#include <string>
-#include <vector>
+#include <span>
 
 #include "cpu/kernel_table.h"
 
@@ -14,9 +13,9 @@ struct Implementation {
   bool available;
 };
 
-const std::vector<Implementation>& implementations();
+std::span<const Implementation> implementations();
 const KernelTable& choose_kernels(const char* name);  // nullptr = the best available; throws Error(PE_RESOURCE)
-const std::string& cpu_features();
-int default_threads();
+const char* cpu_features();                           // names, a blank between two
+int default_threads();                                // threads.cc
 
 }  // namespace pe

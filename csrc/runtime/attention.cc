@@ -167,10 +167,9 @@ void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t group,
 void Program::attention(const Op& op, int thread) {
   const Tiling& tiling = tilings_[op.tiling];
   const int64_t groups = op.d.heads / op.group_heads, tiles = static_cast<int64_t>(tiling.tiles.size());
-  const volatile int32_t* cancel = batch_->cancel;
   const auto tasks = [&](int64_t count, auto&& body) {
     for (int64_t i; (i = counter_.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      if (cancel && *cancel) return;
+      if (cancelled()) return;
       body(i);
     }
   };

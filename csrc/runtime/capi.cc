@@ -65,7 +65,7 @@ const char* pe_isa_name(int32_t i) {
 int32_t pe_isa_available(int32_t i) {
   return i >= 0 && i < pe_isa_count() && implementations()[static_cast<size_t>(i)].available;
 }
-const char* pe_cpu_features(void) { return cpu_features().c_str(); }
+const char* pe_cpu_features(void) { return cpu_features(); }
 int32_t pe_default_threads(void) { return default_threads(); }
 
 pe_status pe_backend_create(const pe_backend_config* config, pe_backend** out) {
@@ -144,6 +144,7 @@ pe_status pe_tensors_map(pe_backend* backend, const pe_tensor_file* file) {
     check_pointer(f.descs, "descs");
     for (int32_t i = 0; i < f.count; ++i) checked(&f.descs[i], "desc");
     const auto made = backend->map_tensors(f);
+    backend->tensors.reserve(backend->tensors.size() + made.size());  // from here on nothing throws
     for (int32_t i = 0; i < f.count; ++i) f.ids[i] = put(backend->tensors, made[static_cast<size_t>(i)]);
   });
 }

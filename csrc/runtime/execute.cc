@@ -47,7 +47,7 @@ void Program::execute(int thread) {
       // The last to arrive decides for all, so that no thread leaves alone.
       wait_for_all(thread, op.next_weight, [this, &op] {
         if (op.d.kind == PE_OP_ROUTER) finish_routing(op);
-        if (batch_->cancel && *batch_->cancel) fail_later(PE_CANCELLED, "cancelled");
+        if (cancelled()) fail_later(PE_CANCELLED, "cancelled");
         stop_ = status_.load(std::memory_order_relaxed) != PE_OK;
       });
     }

@@ -16,7 +16,7 @@ void Program::head_linear(const Op& op, int thread) {
   const int64_t whole = n / kPanel;  // panels that end inside the head
   float* last = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(w.padded_cols));
   for (int64_t h; (h = counter_.fetch_add(1, std::memory_order_relaxed)) < heads;) {
-    if (batch_->cancel && *batch_->cancel) return;
+    if (cancelled()) return;
     Buffer head = in;
     head.f = in.f + h * in_head;
     float* to = out.f + h * out_head;

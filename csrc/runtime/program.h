@@ -92,6 +92,7 @@ class Program {
   // execute.cc
   void execute(int thread);
   void dispatch(const Op& op, int thread);
+  bool cancelled() const { return batch_->cancel && __atomic_load_n(batch_->cancel, __ATOMIC_RELAXED); }
   bool few_tokens() const { return batch_->tokens <= kOwnTokens; }
   const Buffer& source(const Op& op, int thread) const {
     return op.own_input >= 0 && few_tokens() ? own_[static_cast<size_t>(op.own_input)][static_cast<size_t>(thread)]

@@ -44,12 +44,11 @@ void Program::wait_for_all(int thread, const Packed* next, Last&& last, int64_t 
 // then small ones, so that all end together. Results never depend on who took what.
 template <class F>
 void Program::share(int64_t count, int64_t grain, int thread, F&& body, bool halving) {
-  const volatile int32_t* cancel = batch_->cancel;
   const int threads = backend_.team.size();
   const int64_t first = halving ? first_share(count, grain, threads) : grain, shared = first * threads;
   int64_t begin = first * thread, end = std::min(begin + first, count);
   while (begin < count) {
-    if (cancel && *cancel) return;
+    if (cancelled()) return;
     body(begin, end);
     int64_t taken = counter_.load(std::memory_order_relaxed), take;
     do {

@@ -39,8 +39,8 @@ uint64_t combine(const std::vector<Block>& blocks, size_t& next, const Tensor& t
 }
 
 // Makes the pages of a mapped file present, so that a part that cannot be read is an error here and not a SIGBUS when
-// it is touched. `check` is where the file's bytes go on kernels that cannot do it (before 5.14).
-bool populate(int fd, uint64_t offset, const uint8_t* data, size_t bytes, std::vector<uint8_t>& check) {
+// it is touched. Called on all threads: it allocates nothing.
+bool populate(int fd, uint64_t offset, const uint8_t* data, size_t bytes) {
 #ifdef MADV_POPULATE_READ
   static const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(data), page = address / page_bytes * page_bytes;
@@ -50,9 +50,9 @@ bool populate(int fd, uint64_t offset, const uint8_t* data, size_t bytes, std::v
   if (done == 0) return true;
   if (errno != EINVAL) return false;
 #endif
-  check.resize(bytes);
+  uint8_t read[16 << 10];  // kernels before 5.14: reading the file shows whether its pages can be read
   for (size_t at = 0; at < bytes;) {
-    const ssize_t count = pread(fd, check.data() + at, bytes - at, static_cast<off_t>(offset + at));
+    const ssize_t count = pread(fd, read, std::min(bytes - at, sizeof read), static_cast<off_t>(offset + at));
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) return false;
     at += static_cast<size_t>(count);
@@ -68,7 +68,11 @@ void write_all(int fd, uint64_t offset, iovec* parts, int count) {
       fail(PE_RESOURCE, "%s at byte %llu", std::strerror(done < 0 ? errno : ENOSPC),
            static_cast<unsigned long long>(offset));
     offset += static_cast<uint64_t>(done);
-    for (auto left = static_cast<size_t>(done); count > 0 && left >= parts->iov_len; --count) left -= parts++->iov_len;
+    auto left = static_cast<size_t>(done);  // a call writes 2 GiB at most, and may write less than it was given
+    for (; count > 0 && left >= parts->iov_len; --count) left -= parts++->iov_len;
+    if (count == 0) return;
+    parts->iov_base = static_cast<uint8_t*>(parts->iov_base) + left;
+    parts->iov_len -= left;
   }
 }
 
@@ -107,10 +111,9 @@ std::vector<std::shared_ptr<Tensor>> pe_backend::map_tensors(const pe_tensor_fil
   // Headers are read first, where their pages are known to be there.
   std::vector<std::shared_ptr<Tensor>> made;
   std::vector<Block> blocks;
-  std::vector<uint8_t> check;
   size_t at = file.offset;
   for (int32_t i = 0; i < file.count; ++i) {
-    if (!populate(file.fd, at, memory->data() + at, sizeof(TensorHeader), check))
+    if (!populate(file.fd, at, memory->data() + at, sizeof(TensorHeader)))
       fail(PE_FORMAT, "unreadable at byte %zu", at);
     made.push_back(std::make_shared<Tensor>(file.descs[i], memory, at));
     append_blocks(blocks, *made.back());
@@ -119,11 +122,10 @@ std::vector<std::shared_ptr<Tensor>> pe_backend::map_tensors(const pe_tensor_fil
   std::atomic<size_t> next{0};
   std::atomic<bool> unreadable{false};
   team.run([&](int) {
-    std::vector<uint8_t> own;
     for (size_t b; (b = next.fetch_add(1)) < blocks.size() && !unreadable;) {
       Block& block = blocks[b];
       const auto offset = static_cast<uint64_t>(block.data - memory->data());
-      if (populate(file.fd, offset, block.data, block.bytes, own))
+      if (populate(file.fd, offset, block.data, block.bytes))
         block.sum = checksum_block(block.data, block.bytes);
       else
         unreadable = true;

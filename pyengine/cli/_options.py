@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pyengine import system
 from pyengine.cli import _output
 from pyengine.errors import RequestError, UnsupportedModelError
 
@@ -204,7 +205,8 @@ def read_text(path: str) -> str:
         with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else Path(path).open("rb") as file:
             data = file.read(MAX_TEXT_BYTES + 1)
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}; expected a readable text file") from error
+        wrong = RequestError(f"{path}: {error.strerror or error}; expected a readable text file")
+        raise system.lacking(path, error) or wrong from error
     if len(data) > MAX_TEXT_BYTES:  # /dev/zero, or a program that never stops writing
         raise RequestError(f"{name}: over {MAX_TEXT_BYTES} bytes; expected a shorter text")
     try:

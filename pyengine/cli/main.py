@@ -26,6 +26,7 @@ from pyengine.cli import (
 )
 from pyengine.cli._options import Parser
 from pyengine.errors import PyEngineError, RequestError, ResourceError
+from pyengine.system import LACKS
 
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE, what a C program ends with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -47,7 +48,7 @@ def exit_code(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, MemoryError):
         return ResourceError.exit_code
-    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
+    if isinstance(error, OSError) and error.errno in (*LACKS, errno.ENOSPC, errno.EDQUOT):
         return ResourceError.exit_code
     return 1
 

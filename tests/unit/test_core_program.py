@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,25 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from core_programs import LIBRARY, ROOT, compiled
 
 from pyengine import _core
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    extension = importlib.util.find_spec("pyengine._core")
-    assert extension is not None
-    assert extension.origin is not None
-    library = Path(extension.origin).parent / "libpyengine_cpu.so"
-    target = tmp_path_factory.mktemp("core") / "core_bits"
-    source, include = ROOT / "tests" / "core" / "core_bits.cc", ROOT / "csrc" / "include"
-    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{include}", f"-Wl,-rpath,{library.parent}"]
-    subprocess.run(["g++", *options, str(source), str(library), "-o", str(target)], check=True)
-    return target
+    return compiled(tmp_path_factory.mktemp("core"), "core_bits", *LIBRARY)
 
 
 def test_every_op_has_the_bits_of_scalar_on_every_isa(program: Path) -> None:

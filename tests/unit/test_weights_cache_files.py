@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -220,11 +221,12 @@ def test_a_folder_that_cannot_be_made_is_said(
     assert_same_bits(logits, run(model, cache=False)[0], "logits")
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 def test_a_read_only_folder_is_used(model: Path, home: Path, fresh: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     run(model)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
 
     for name in ("utime", "rename", "unlink"):
         monkeypatch.setattr(weights_cache.os, name, refuse)
@@ -258,15 +260,45 @@ def test_nothing_is_written_into_the_models_folder(
     assert "cached for the next start" in run(given)[1][0]
 
 
-def test_report_b25_temporary_files_of_dead_processes_go(model: Path, home: Path) -> None:
-    home.mkdir(parents=True)
-    old, new = home / ".dead.weights.tmp", home / ".alive.weights.tmp"
-    for path in (old, new):
-        path.write_bytes(bytes(100))
-    os.utime(old, (1000, 1000))
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+def test_report_b25_temporary_files_of_dead_processes_go(
+    model: Path, home: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
     run(model)
-    assert not old.exists()
-    assert new.exists()
+    dead, alive = home / ".dead.weights.tmp", home / ".alive.weights.tmp"
+    for path in (dead, alive):
+        path.write_bytes(bytes(100))
+    if locks:
+        writer = os.open(alive, os.O_RDWR)
+        fcntl.flock(writer, fcntl.LOCK_EX)
+    else:
+        monkeypatch.setattr(weights_cache.fcntl, "flock", refuse)
+        os.utime(dead, (1000, 1000))
+    run(model)  # from the cache: every start looks
+    assert not dead.exists()
+    assert alive.exists()
+    if locks:
+        os.close(writer)  # as the kernel does when a process ends
+        run(model)
+        assert not alive.exists()
+
+
+def test_a_new_file_that_was_taken_for_a_dead_one_is_made_again(
+    model: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, made = weights_cache.tempfile.mkstemp, []
+
+    def removed_at_once(**keywords: Any) -> tuple[int, str]:
+        made.append(original(**keywords))
+        if len(made) < 3:
+            os.unlink(made[-1][1])
+        return made[-1]
+
+    monkeypatch.setattr(weights_cache.tempfile, "mkstemp", removed_at_once)
+    _, lines = run(model)
+    assert len(made) == 3
+    assert "cached for the next start" in lines[0]
+    assert len(list(home.iterdir())) == 1
 
 
 SCRIPT = """
