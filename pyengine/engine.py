@@ -96,6 +96,7 @@ class Engine(EngineReports, ChatRequests):
         self._closed = False
         self._timed: Callable[[], GenerationStream | None] = nobody  # whose decode steps the timers now count
         self.device = check_device(arguments["device"])
+        system.check_room(folder)
         self.notes: list[str] = []
         quant = default_quant(folder) if arguments["quant"] is None else arguments["quant"]
         if quant not in quantize.QUANTS:

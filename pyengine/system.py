@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 
 from pyengine.errors import ResourceError
 
+LIBRARIES_BYTES = 64 << 20  # beside the weights; tokenizers, in Rust, aborts where it gets no memory
 LACKS = {errno.EMFILE: "a free file descriptor", errno.ENFILE: "a free file descriptor", errno.ENOMEM: "free memory"}
 
 
@@ -18,7 +20,23 @@ def lacking(path: str | os.PathLike[str], error: OSError) -> ResourceError | Non
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be taken without swapping; None where the system does not say."""
+    """Bytes that can still be taken without swapping, and within a limit on address space (ulimit -v); None where the
+    system does not say."""
+    known = [room for room in (_physical_room(), _address_room()) if room is not None]
+    return min(known, default=None)
+
+
+def check_room(what: str | os.PathLike[str]) -> None:
+    """ResourceError where a limit on address space leaves less than libraries take that end the process without it."""
+    room = _address_room()
+    if room is not None and room < LIBRARIES_BYTES:
+        raise ResourceError(
+            f"{os.fspath(what)}: {room} bytes of address space left (ulimit -v); "
+            f"expected {LIBRARIES_BYTES} beside the weights"
+        )
+
+
+def _physical_room() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:
@@ -27,3 +45,14 @@ def available_memory() -> int | None:
     except OSError:
         pass
     return None
+
+
+def _address_room() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
+    except OSError:
+        return None
