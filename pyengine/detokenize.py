@@ -72,7 +72,7 @@ def read_decoder(decoder: Mapping[str, Any] | None) -> TokenDecoder:
     if decoder is None:
         raise ValueError("decoder null is not supported; expected ByteLevel, Metaspace or a Sequence")
     steps = list(decoder["decoders"]) if decoder.get("type") == "Sequence" else [decoder]
-    kinds = [step["type"] for step in steps]
+    kinds = [str(step.get("type") if isinstance(step, dict) else step) for step in steps]  # null may stand in a list
     if kinds == ["ByteLevel"]:
         return TokenDecoder(_byte_level)
     if kinds == ["Metaspace"]:

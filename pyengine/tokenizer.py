@@ -80,7 +80,10 @@ class Tokenizer:
         except OSError as error:
             wrong = TokenizerError(f"{path}: {error.strerror or error}; expected a readable file")
             raise system.lacking(path, error) or wrong from None
-        except Exception as error:  # the package raises Exception itself
+        except BaseException as error:
+            # The package raises Exception itself, and where its own checks fail a PanicException, which is none.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise TokenizerError(f"{path}: {error}; expected a tokenizer that the tokenizers package reads") from None
         backend.no_truncation()
         backend.no_padding()

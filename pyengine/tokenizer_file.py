@@ -139,7 +139,7 @@ def read_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     document = gguf_tokenizer.document(path) if path == folder else read_json(path, MAX_TOKENIZER_BYTES)
     for key, known, parts in PARTS:
         for value in _types(path, key, document.get(key), parts):
-            if value not in known:
+            if value not in tuple(known):  # anything may stand there, and a set wants what can be hashed
                 expected = ", ".join(sorted(known))
                 raise TokenizerError(
                     f"{path}: {key} of type {shown(value)} is not supported; expected one of {expected}"
@@ -210,6 +210,11 @@ def _check_merges(path: Path, model: Mapping[str, Any], vocab: Mapping[str, int]
         if len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not str:
             raise TokenizerError(f"{path}: merge {index} is {shown(merge)}; expected two tokens")
         a, b = parts
+        if not b.startswith(prefix):  # the package cuts as many bytes off, and panics where there are not so many
+            raise TokenizerError(
+                f"{path}: merge {index} is {shown(merge)}; expected the second to begin with {shown(prefix)}, "
+                "the continuing_subword_prefix"
+            )
         if a in vocab and b in vocab and a + b[len(prefix) :] in vocab:
             continue
         wrong = next(token for token in (a, b, a + b[len(prefix) :]) if token not in vocab)

@@ -1,6 +1,8 @@
 // Every op on every ISA of this CPU against the scalar kernels, through the C ABI: equal bits, or exit status 1.
 //
-//   core_bits [NAME ...]     the ISAs that this CPU must be found to have; without names, whichever it has
+//   core_bits [--few] [NAME ...]     the ISAs that this CPU must be found to have; without names, whichever it has
+//
+// --few: some of the sizes of linears and of the formats of decoders, for builds that are slow.
 //
 // It needs nothing but the library, so it runs where there is no Python, as under an emulator. The scalar results come
 // from one thread, the others from three; outputs of a batch are also compared with those of its first rows alone.
@@ -12,12 +14,15 @@
 
 namespace {
 
+bool few = false;
+
 void linears(Client& c, Recorder& out) {
   constexpr int64_t kSizes[][2] = {{1, 1440}, {15, 172}, {16, 1},  {17, 2},   {31, 15},  {32, 16}, {33, 17},
                                    {63, 31},  {64, 32},  {65, 33}, {129, 65}, {40, 576}, {96, 127}};
   constexpr int32_t kTokens = 29;  // whole GEMM tiles and a rest, whatever the tile
   for (const Format& f : kFormats)
     for (const auto& [rows, cols] : kSizes) {
+      if (few && rows % 4 != 1) continue;
       const std::string what = std::string(f.name) + " " + std::to_string(rows) + " x " + std::to_string(cols);
       Random random(static_cast<uint64_t>(rows * 10007 + cols));
       const int32_t weight = c.matrix(f, rows, cols, random);
@@ -299,6 +304,7 @@ void step(pe_program* program, const std::string& what, std::vector<int32_t>& le
 void decoders(const char* isa, int32_t threads, std::vector<Output>& outputs) {
   for (const Format& f : kFormats)
     for (const Shape& s : kShapes) {
+      if (few && (&f - kFormats) % 4 != 0) continue;
       std::vector<Output> forms[2];
       for (const bool fused : {false, true}) {
         Client c(isa, threads);
@@ -385,7 +391,9 @@ void check_refused(const std::string& isa, const std::vector<std::string>& avail
 int main(int argc, char** argv) {
   std::vector<std::string> available, missing{"abacus"};
   for (int32_t i = 0; i < pe_isa_count(); ++i) (pe_isa_available(i) ? available : missing).push_back(pe_isa_name(i));
-  const std::vector<std::string> wanted(argv + 1, argv + argc);
+  std::vector<std::string> wanted(argv + 1, argv + argc);
+  few = !wanted.empty() && wanted[0] == "--few";
+  if (few) wanted.erase(wanted.begin());
   std::printf("CPU: %s\n", pe_cpu_features());
   if (!wanted.empty() && wanted != available) {
     std::fprintf(stderr, "this CPU was found to have:");

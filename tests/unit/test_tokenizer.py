@@ -100,6 +100,15 @@ REFUSED = {
         changed(lambda d: d.update(decoder=sequence("decoders", "Fuse", "ByteLevel"))),
         "ByteLevel",
     ),
+    "decoder of a type that is an object": (changed(lambda d: d.update(decoder={"type": {}})), "decoder of type"),
+    "decoder steps of null": (
+        changed(lambda d: d.update(decoder={"type": "Sequence", "decoders": [{"type": "Fuse"}, None]})),
+        "Fuse, None",
+    ),
+    "a prefix that merges lack": (
+        changed(lambda d: d["model"].update(merges=["a b"], vocab={"a": 0, "b": 1}, continuing_subword_prefix="##")),
+        "begin with '##'",
+    ),
     "what only the package sees": (
         changed(lambda d: d.update(normalizer={"type": "Replace"})),
         "the tokenizers package",
@@ -112,6 +121,21 @@ def test_wrong_tokenizers_are_refused(tmp_path: Path, case: str) -> None:
     document, says = REFUSED[case]
     tiny.write(tmp_path, document)
     refused(tmp_path, says)
+
+
+def test_a_panic_of_the_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    class Package:
+        @staticmethod
+        def from_buffer(data: bytes) -> None:
+            raise PanicException("range end index out of range")
+
+    tiny.write(tmp_path, tiny.byte_level())
+    monkeypatch.setattr("pyengine.tokenizer.tokenizers.Tokenizer", Package)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: range end index out of range; expected"):
+        Tokenizer.load(tmp_path, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(

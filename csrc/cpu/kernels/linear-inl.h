@@ -311,10 +311,13 @@ void block_float(const LinearArgs& a, int64_t panel, int64_t token0, int64_t val
           simd::fma(odd, simd::set1(row[m / 3][(m % 3) * stride + k + 1]), f[p][m]);
     }
   }
-  if (w.cols % 2) {  // the packed data is padded to a pair; the activations are not read past K
+  if (w.cols % 2) {  // bfloat16 is padded to a pair, float32 is not, and the activations are not read past K
     PE_UNROLL for (int p = 0; p < P; ++p) {
       F even, odd;
-      float_step<FORMAT>(data[p], pairs, even, odd);
+      if (FORMAT == PE_F32)
+        even = simd::load(reinterpret_cast<const float*>(data[p]) + pairs * kPanel);
+      else
+        float_step<FORMAT>(data[p], pairs, even, odd);
       PE_UNROLL for (int m = 0; m < M; ++m) f[p][m] =
           simd::fma(even, simd::set1(row[m / 3][(m % 3) * stride + pairs]), f[p][m]);
     }

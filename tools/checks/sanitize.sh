@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# The core under sanitizers, built into build/asan or build/tsan.
+#   tools/checks/sanitize.sh asan|tsan [--all] [VENV]
+# asan: AddressSanitizer (with a red zone behind every tensor, arena and KV block) and UndefinedBehaviorSanitizer over
+# the test programs of the core and over Python tests that use it. Leaks are looked for in the programs; in Python they
+# are not, because the interpreter leaves objects behind on purpose.
+# tsan: ThreadSanitizer over the test programs: the pool, programs, packing, files of tensors. No Python.
+# Without --all a part of about three minutes on two cores, as .ci/run takes it.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+usage() {
+  sed -n 3p "$0" >&2
+  exit 2
+}
+kind="${1:-}" all="" venv=.venv
+[ $# -gt 0 ] && shift
+for word in "$@"; do
+  if [ "$word" = --all ]; then all=yes; elif [ -x "$word/bin/python" ]; then venv="$word"; else usage; fi
+done
+case "$kind" in
+  asan) sanitizer=address python=ON ;;
+  tsan) sanitizer=thread python=OFF ;;
+  *) usage ;;
+esac
+run="$venv/bin/python"
+build="build/$kind"
+
+# Build tools, where the machine or the environment has none.
+if ! command -v cmake >/dev/null || ! command -v ninja >/dev/null || ! "$run" -c 'import pybind11' 2>/dev/null; then
+  "$run" -m pip install --quiet --upgrade --target build/tools cmake ninja pybind11
+  export PATH="$PWD/build/tools/bin:$PATH" PYTHONPATH="$PWD/build/tools"
+fi
+[ "$python" = ON ] && pybind=("-Dpybind11_DIR=$("$run" -m pybind11 --cmakedir)" "-DPython_EXECUTABLE=$PWD/$run")
+cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 "-DPYENGINE_SANITIZE=$sanitizer" \
+  "-DPYENGINE_PYTHON=$python" "${pybind[@]:-}" >/dev/null
+cmake --build "$build" --target all core_bits core_faults pool_stress
+
+export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1
+export TSAN_OPTIONS=halt_on_error=1
+"$build/core_faults"
+if [ -n "$all" ]; then
+  "$build/pool_stress" 20
+  "$build/core_bits"
+else
+  "$build/pool_stress" 1
+  "$build/core_bits" --few
+fi
+[ "$kind" = asan ] || exit 0
+
+# The package with the core that was built here, and the runtime libraries in front of Python's own.
+mkdir -p "$build/site"
+rm -rf "$build/site/pyengine"
+cp -r pyengine "$build/site/pyengine"
+find "$build/site" -name '*.so' -delete
+cp "$build"/*.so "$build/site/pyengine/"
+if [ -n "$all" ]; then # but for tests that preload libraries of their own, or measure memory or time
+  tests=(tests --ignore=tests/unit/test_allocations.py --ignore=tests/unit/test_memory.py
+    --ignore=tests/robustness/test_io_faults.py --ignore=tests/robustness/test_core_faults.py
+    --ignore=tests/robustness/test_process_faults.py --ignore=tests/unit/test_core_program.py)
+else
+  tests=(tests/unit/test_c_abi.py tests/unit/test_invariance.py tests/unit/test_hooks.py tests/unit/test_kv_cache.py
+    tests/unit/test_moe.py tests/unit/test_sampling.py tests/unit/test_weights_cache.py)
+fi
+preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"
+ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$PWD/$build/site" LD_PRELOAD="$preload" \
+  "$venv/bin/pytest" -q -p no:cacheprovider "${tests[@]}"
