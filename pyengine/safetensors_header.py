@@ -91,7 +91,7 @@ class CheckpointFile:
                 where = f"{self.path}: {error.strerror} at byte {offset + done}"
                 raise ModelFormatError(f"{where}; expected data") from None
             if count == 0:
-                where = f"{self.path}: changed while loading, ends at byte {offset + done}"
+                where = f"{self.path}: changed while loading, ends at byte {os.fstat(self.fd).st_size}"
                 raise ModelFormatError(f"{where}; expected {self.size}")
             done += count
 

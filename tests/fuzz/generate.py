@@ -24,7 +24,7 @@ from tiny_tokenizers import byte_level
 from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
-from pyengine.errors import RequestError
+from pyengine.errors import RequestError, TokenizerError
 
 CORPUS: tuple[int, ...] = ()
 VOCAB, CONTEXT, EOS = 258, 96, 257
@@ -79,7 +79,7 @@ def case(rng: random.Random) -> None:
     text = prompt(rng)
     try:
         result = engine.generate(text, **given)
-    except RequestError as error:
+    except (RequestError, TokenizerError) as error:
         fuzzing.check_message(error)
         check_pool(engine)
         return

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 from builders import write_tiny_model
 from cache_cases import CONFIG
 from faults import shim
 from tiny_tokenizers import byte_level
 from tiny_tokenizers import write as write_tokenizer
+
+import pyengine
+from pyengine.errors import ModelFormatError
 
 DRIVER = Path(shim.HERE) / "io_faults.py"
 
@@ -48,6 +55,25 @@ def test_loading(built: tuple[Path, Path], tmp_path: Path) -> None:
         assert any(line.startswith(f"load: {what}") for line in lines), lines
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         assert any("EMFILE" in line and f"{name}: Too many open files" in line for line in lines), lines
+
+
+def test_a_file_cut_short_while_the_package_looks_at_it(
+    built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package maps what it opens: a mapped file cut short would be a SIGBUS."""
+    model = tmp_path / "model"
+    shutil.copytree(built[1], model)
+    original = safetensors.safe_open
+
+    def cut_first(path: str, **keywords: Any) -> Any:
+        os.truncate(model / "model.safetensors", 100)
+        return original(path, **keywords)
+
+    monkeypatch.setattr(safetensors, "safe_open", cut_first)
+    with pytest.raises(
+        ModelFormatError, match=r"model\.safetensors: changed while loading, ends at byte 100; expected"
+    ):
+        pyengine.load(model, threads=1, calibration=False)
 
 
 def test_writing_the_cache(built: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The core under sanitizers, built into build/asan or build/tsan.
+# The core under sanitizers, built into build-asan or build-tsan.
 #   tools/checks/sanitize.sh asan|tsan [--all] [VENV]
 # asan: AddressSanitizer (with a red zone behind every tensor, arena and KV block) and UndefinedBehaviorSanitizer over
 # the test programs of the core and over Python tests that use it. Leaks are looked for in the programs; in Python they
@@ -22,17 +22,19 @@ case "$kind" in
   tsan) sanitizer=thread python=OFF ;;
   *) usage ;;
 esac
+venv="$(cd "$venv" && pwd)"
 run="$venv/bin/python"
-build="build/$kind"
+build="build-$kind"
 
 # Build tools, where the machine or the environment has none.
 if ! command -v cmake >/dev/null || ! command -v ninja >/dev/null || ! "$run" -c 'import pybind11' 2>/dev/null; then
-  "$run" -m pip install --quiet --upgrade --target build/tools cmake ninja pybind11
-  export PATH="$PWD/build/tools/bin:$PATH" PYTHONPATH="$PWD/build/tools"
+  "$run" -m pip install --quiet --upgrade --target build-tools cmake ninja pybind11
+  export PATH="$PWD/build-tools/bin:$PATH" PYTHONPATH="$PWD/build-tools"
 fi
-[ "$python" = ON ] && pybind=("-Dpybind11_DIR=$("$run" -m pybind11 --cmakedir)" "-DPython_EXECUTABLE=$PWD/$run")
+pybind=()
+[ "$python" = ON ] && pybind=("-Dpybind11_DIR=$("$run" -m pybind11 --cmakedir)" "-DPython_EXECUTABLE=$run")
 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 "-DPYENGINE_SANITIZE=$sanitizer" \
-  "-DPYENGINE_PYTHON=$python" "${pybind[@]:-}" >/dev/null
+  "-DPYENGINE_PYTHON=$python" "${pybind[@]}" >/dev/null
 cmake --build "$build" --target all core_bits core_faults pool_stress
 
 export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1 UBSAN_OPTIONS=print_stacktrace=1
