@@ -1,4 +1,4 @@
-"""Requests with any parameters: a RequestError before anything is computed, or a result that keeps the rules.
+"""Requests with any parameters: an error of ours before anything is computed, or a result that keeps the rules.
 
 python tests/fuzz/generate.py --seconds 1800
 """

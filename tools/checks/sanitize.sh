@@ -55,14 +55,16 @@ rm -rf "$build/site/pyengine"
 cp -r pyengine "$build/site/pyengine"
 find "$build/site" -name '*.so' -delete
 cp "$build"/*.so "$build/site/pyengine/"
-if [ -n "$all" ]; then # but for tests that preload libraries of their own, or measure memory or time
-  tests=(tests --ignore=tests/unit/test_allocations.py --ignore=tests/unit/test_memory.py
-    --ignore=tests/robustness/test_io_faults.py --ignore=tests/robustness/test_core_faults.py
-    --ignore=tests/robustness/test_process_faults.py --ignore=tests/unit/test_core_program.py)
+root="$PWD/tests"
+if [ -n "$all" ]; then # but for tests that preload libraries of their own, or measure memory
+  tests=("$root" "--ignore=$root/unit/test_allocations.py" "--ignore=$root/unit/test_memory.py"
+    "--ignore=$root/robustness/test_io_faults.py" "--ignore=$root/robustness/test_core_faults.py"
+    "--ignore=$root/robustness/test_process_faults.py" "--ignore=$root/unit/test_core_program.py")
 else
-  tests=(tests/unit/test_c_abi.py tests/unit/test_invariance.py tests/unit/test_hooks.py tests/unit/test_kv_cache.py
-    tests/unit/test_moe.py tests/unit/test_sampling.py tests/unit/test_weights_cache.py)
+  tests=("$root"/unit/test_{c_abi,hooks,kv_cache,moe,sampling,weights_cache}.py)
 fi
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"
-ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$PWD/$build/site" LD_PRELOAD="$preload" \
-  "$venv/bin/pytest" -q -p no:cacheprovider "${tests[@]}"
+cd "$build/site" # the first folder in which Python looks
+export ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$PWD" LD_PRELOAD="$preload"
+"$run" -c 'from pyengine import _core; assert "/site/" in _core.__file__, _core.__file__'
+"$run" -m pytest -q -p no:cacheprovider -c "$root/../pyproject.toml" --rootdir "$root/.." "${tests[@]}"
