@@ -21,8 +21,10 @@ from golden.golden_cases import CONFIGS
 import pyengine
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, UnsupportedModelError
+from pyengine.reports.machine import Limits
 
 CORPUS: tuple[int, ...] = ()
+LIMITS = Limits(20.0, 500.0, 50.0)  # given, so that no case measures the machine
 KEYS = sorted({key for config in CONFIGS.values() for key in config})
 ROPE = ["factor", "rope_type", "type", "rope_theta", "low_freq_factor", "mscale", "beta_fast", "attention_factor"]
 VALUES: list[Any] = [
@@ -79,7 +81,7 @@ def case(rng: random.Random) -> None:
         for layer in spec.layers:
             assert layer.attention.num_heads % layer.attention.num_kv_heads == 0
         try:
-            pyengine.account(path.parent)
+            pyengine.account(path.parent, threads=1, limits=LIMITS)
         except pyengine.PyEngineError as error:
             fuzzing.check_message(error)
 
