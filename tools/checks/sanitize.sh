@@ -61,7 +61,7 @@ if [ -n "$all" ]; then # but for tests that preload libraries of their own, or m
     "--ignore=$root/robustness/test_io_faults.py" "--ignore=$root/robustness/test_core_faults.py"
     "--ignore=$root/robustness/test_process_faults.py" "--ignore=$root/unit/test_core_program.py")
 else
-  tests=("$root"/unit/test_{c_abi,hooks,kv_cache,moe,sampling,weights_cache}.py)
+  tests=("$root"/unit/test_{c_abi,hooks,moe,sampling,weights_cache}.py)
 fi
 preload="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so.6)"
 cd "$build/site" # the first folder in which Python looks
