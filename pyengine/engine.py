@@ -34,7 +34,7 @@ from pyengine.hooks import Hooks
 from pyengine.kv_cache import KV_DTYPES, KvPool
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.routing import RoutingCounts, UInt64, by_layer
-from pyengine.sampling import SamplingParams, check_token_ids, is_integer
+from pyengine.sampling import SamplingParams, check_token_ids, is_integer, row_indices
 from pyengine.spec import MLASpec, ModelSpec, RopeSpec
 from pyengine.tensors import check_tensors, settle_head
 from pyengine.tokenizer import Tokenizer
@@ -442,13 +442,6 @@ def choose_ctx_size(ctx_size: int, spec: ModelSpec) -> int:
     if not is_integer(ctx_size) or not 0 <= ctx_size <= spec.max_context:
         raise RequestError(f"context {ctx_size!r}; expected 0 to the model's maximum {spec.max_context}")
     return int(ctx_size) or spec.max_context
-
-
-def row_indices(rows: Sequence[int]) -> npt.NDArray[np.int64]:
-    """`rows` [R] as integers. RequestError for anything else: a float or a mask would be read as other rows."""
-    if not all(is_integer(row) for row in rows):
-        raise RequestError("rows are not integers; expected indices of tokens")
-    return np.array([int(row) for row in rows], np.int64)
 
 
 def load(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pyengine.errors import RequestError
 from pyengine.strict_json import shown
@@ -139,3 +140,10 @@ def check_token_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
             raise RequestError(f"token id {value} at index {index}; expected 0 to {vocab_size - 1}")
         checked.append(int(value))
     return checked
+
+
+def row_indices(rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """`rows` [R] as integers. RequestError for anything else: a float or a mask would be read as other rows."""
+    if not all(is_integer(row) for row in rows):
+        raise RequestError("rows are not integers; expected indices of tokens")
+    return np.array([int(row) for row in rows], np.int64)
