@@ -11,7 +11,7 @@ from fuzz import config, fuzzing, generate, header, matmul, text
 from tool_scripts import TOOLS
 
 TARGETS = {"header": (header, 300), "config": (config, 300), "text": (text, 300), "matmul": (matmul, 60),
-           "generate": (generate, 60)}  # fmt: skip
+           "generate": (generate, 25)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TARGETS)
