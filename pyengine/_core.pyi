@@ -184,7 +184,18 @@ class Program:
         taps: Sequence[npt.NDArray[np.float32]],
         cancel: npt.NDArray[np.int32] | None,
         interruptible: bool,
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None: ...
+        targets: npt.NDArray[np.int32] | None = None,
+        top: int = 0,
+    ) -> (
+        tuple[
+            npt.NDArray[np.int32],  # [rows] sampled ids
+            npt.NDArray[np.float32],  # [rows] log probabilities of the untouched logits at them
+            npt.NDArray[np.float32] | None,  # [rows] at the targets
+            npt.NDArray[np.int32] | None,  # [rows, top] the most likely ids
+            npt.NDArray[np.float32] | None,  # [rows, top] at them
+        ]
+        | None
+    ): ...
     def times(self, reset: bool = False) -> tuple[npt.NDArray[np.uint64], int, int]: ...
     def routing(self, reset: bool = False) -> npt.NDArray[np.uint64]: ...
     def info(self) -> ProgramInfo: ...

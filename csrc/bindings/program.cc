@@ -156,11 +156,13 @@ class Program {
   ~Program() { pe_program_destroy(handle_); }
   Program(const Program&) = delete;
 
-  // Returns (sampled ids, log probabilities), or None when sampling is not asked for.
+  // Returns None when sampling is not asked for, else sampled ids and their log probabilities, those of targets (None
+  // without), and the `top` most likely ids and theirs (None where top is 0).
   py::object run(const Array<int32_t>& token_ids, const Array<int32_t>& positions, const Array<int32_t>& query_start,
                  const std::vector<Array<int32_t>>& block_tables, const Array<int32_t>& logits_rows,
                  const py::object& logits, const py::object& sampling, const py::object& hidden,
-                 const std::vector<py::array_t<float>>& taps, const py::object& cancel, bool interruptible) {
+                 const std::vector<py::array_t<float>>& taps, const py::object& cancel, bool interruptible,
+                 const py::object& targets, int32_t top) {
     pe_batch b{};
     b.struct_size = sizeof b;
     b.tokens = static_cast<int32_t>(positions.size());
@@ -219,6 +221,26 @@ class Program {
       b.sampled = sampled.mutable_data();
       b.sampled_logprob = logprobs.mutable_data();
     }
+    Array<int32_t> target_ids;
+    py::object target_logprobs = py::none(), top_ids = py::none(), top_logprobs = py::none();
+    if (!targets.is_none()) {
+      target_ids = targets.cast<Array<int32_t>>();
+      if (target_ids.size() != b.logits_count) raise("RequestError", "one target per logits row is needed");
+      py::array_t<float> out_logprobs(b.logits_count);
+      b.targets = target_ids.data();
+      b.target_logprob = out_logprobs.mutable_data();
+      target_logprobs = out_logprobs;
+    }
+    if (top > 0 && top <= vocab_) {
+      const py::array::ShapeContainer shape{py::ssize_t{b.logits_count}, py::ssize_t{top}};
+      py::array_t<int32_t> ids_out(shape);
+      py::array_t<float> logprobs_out(shape);
+      b.top_ids = ids_out.mutable_data();
+      b.top_logprob = logprobs_out.mutable_data();
+      top_ids = ids_out;
+      top_logprobs = logprobs_out;
+    }
+    b.top_count = top;
     volatile int32_t own_flag = 0;
     Array<int32_t> cancel_array;
     if (!cancel.is_none()) {
@@ -239,7 +261,7 @@ class Program {
     }
     check(status);
     if (sampling.is_none()) return py::none();
-    return py::make_tuple(sampled, logprobs);
+    return py::make_tuple(sampled, logprobs, target_logprobs, top_ids, top_logprobs);
   }
 
   py::tuple times(bool reset) {
@@ -295,6 +317,7 @@ class Program {
     p.struct_size = sizeof p;
     p.top_p = p.repetition_penalty = 1.0f;
     if (entry.is_none()) return p;
+    py::ssize_t counted = -1;
     for (const auto& [key, value] : entry.cast<py::dict>()) {
       const auto name = key.cast<std::string>();
       if (name == "temperature")
@@ -305,6 +328,10 @@ class Program {
         p.min_p = value.cast<float>();
       else if (name == "repetition_penalty")
         p.repetition_penalty = value.cast<float>();
+      else if (name == "frequency_penalty")
+        p.frequency_penalty = value.cast<float>();
+      else if (name == "presence_penalty")
+        p.presence_penalty = value.cast<float>();
       else if (name == "top_k")
         p.top_k = value.cast<int32_t>();
       else if (name == "seed")
@@ -315,6 +342,10 @@ class Program {
         ids.push_back(value.cast<Array<int32_t>>());
         (name == "bias_ids" ? p.bias_ids : p.penalty_ids) = ids.back().data();
         (name == "bias_ids" ? p.bias_count : p.penalty_count) = static_cast<int32_t>(ids.back().size());
+      } else if (name == "penalty_counts") {
+        ids.push_back(value.cast<Array<int32_t>>());
+        p.penalty_counts = ids.back().data();
+        counted = ids.back().size();
       } else if (name == "bias_values") {
         values.push_back(value.cast<Array<float>>());
         p.bias_values = values.back().data();
@@ -324,6 +355,8 @@ class Program {
     }
     if (p.bias_count && (!p.bias_values || values.back().size() != p.bias_count))
       raise("RequestError", "bias_ids and bias_values differ in length");
+    if (counted >= 0 && counted != p.penalty_count)
+      raise("RequestError", "penalty_ids and penalty_counts differ in length");
     return p;
   }
 
@@ -343,7 +376,8 @@ void bind_program(py::module_& m) {
            py::arg("ops"), py::arg("buffers"), py::arg("max_batch_tokens"), py::arg("max_sequences"), py::arg("timed"))
       .def("run", &Program::run, py::arg("token_ids"), py::arg("positions"), py::arg("query_start"),
            py::arg("block_tables"), py::arg("logits_rows"), py::arg("logits"), py::arg("sampling"), py::arg("hidden"),
-           py::arg("taps"), py::arg("cancel"), py::arg("interruptible"))
+           py::arg("taps"), py::arg("cancel"), py::arg("interruptible"), py::arg("targets") = py::none(),
+           py::arg("top") = 0)
       .def("times", &Program::times, py::arg("reset") = false)
       .def("routing", &Program::routing, py::arg("reset") = false)
       .def("info", &Program::info);

@@ -277,11 +277,15 @@ typedef struct pe_sampling {
   float temperature, top_p, min_p, repetition_penalty; /* temperature 0 = greedy */
   int32_t top_k;                                       /* 0 = off */
   uint64_t seed, step;                                 /* the random key: Philox4x32-10 of (seed, step) */
-  const int32_t* penalty_ids;                          /* each id once */
-  int32_t penalty_count;
-  const int32_t* bias_ids;
+  const int32_t* bias_ids;                             /* 1: each id's logit += bias, finite or -inf */
   const float* bias_values;
   int32_t bias_count;
+  const int32_t* penalty_ids;    /* each id once */
+  const int32_t* penalty_counts; /* [penalty_count] how often each was generated, or NULL: never */
+  int32_t penalty_count;
+  /* 2: repetition_penalty divides each penalty id's logit above 0 and multiplies others; 3: logit -= count *
+   * frequency_penalty; 4: logit -= presence_penalty where count is not 0; 5: temperature */
+  float frequency_penalty, presence_penalty;
 } pe_sampling;
 
 /* A ragged batch. Sequence s owns tokens query_start[s] .. query_start[s + 1] - 1 at consecutive positions. */
@@ -299,6 +303,11 @@ typedef struct pe_batch {
   const pe_sampling* sampling;    /* [logits_count] or NULL: greedy */
   int32_t* sampled;               /* [logits_count] or NULL */
   float* sampled_logprob;         /* [logits_count] or NULL: log softmax of the untouched logits at the sampled id */
+  const int32_t* targets;         /* [logits_count] or NULL, with `sampled`: ids, or -1 for none */
+  float* target_logprob;          /* [logits_count]: the same at the target; not written for none */
+  int32_t top_count;              /* 0, or with `sampled`: the most likely ids of the untouched logits, best first, */
+  int32_t* top_ids;               /* [logits_count, top_count]: lower id first on ties, */
+  float* top_logprob;             /* [logits_count, top_count]: and the same at each */
   const float* hidden;            /* [tokens, width] for PE_OP_LOAD_HIDDEN */
   float* const* taps;             /* tap i: [tokens, width of its buffer] */
   const volatile int32_t* cancel; /* NULL or a flag that another thread may set */

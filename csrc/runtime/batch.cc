@@ -1,11 +1,16 @@
 // Checking a batch before it runs.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "core/status.h"
 #include "runtime/program.h"
 
 namespace pe {
+
+namespace {
+constexpr float kMaxFloat = std::numeric_limits<float>::max();
+}
 
 void Program::check_sampling(const pe_sampling& p) const {
   if (p.struct_size != sizeof p) fail(PE_REQUEST, "sampling has struct_size %u; expected %zu", p.struct_size, sizeof p);
@@ -16,13 +21,16 @@ void Program::check_sampling(const pe_sampling& p) const {
     fail(PE_REQUEST, "top_p %g, min_p %g; expected 0 to 1", static_cast<double>(p.top_p), static_cast<double>(p.min_p));
   if (!(p.repetition_penalty > 0.0f) || std::isinf(p.repetition_penalty))
     fail(PE_REQUEST, "repetition_penalty is %g; expected above 0", static_cast<double>(p.repetition_penalty));
+  if (!std::isfinite(p.frequency_penalty) || !std::isfinite(p.presence_penalty))
+    fail(PE_REQUEST, "frequency_penalty %g, presence_penalty %g; expected finite numbers",
+         static_cast<double>(p.frequency_penalty), static_cast<double>(p.presence_penalty));
   if (p.penalty_count < 0 || p.bias_count < 0 || p.top_k < 0) fail(PE_REQUEST, "a sampling count is negative");
   for (int32_t i = 0; i < p.penalty_count; ++i)
     if (p.penalty_ids[i] < 0 || p.penalty_ids[i] >= vocab_)
       fail(PE_REQUEST, "penalty id %d; expected 0 to %d", p.penalty_ids[i], vocab_ - 1);
   for (int32_t i = 0; i < p.bias_count; ++i)
-    if (p.bias_ids[i] < 0 || p.bias_ids[i] >= vocab_ || std::isnan(p.bias_values[i]))
-      fail(PE_REQUEST, "logit bias of id %d; expected ids 0 to %d and no NaN", p.bias_ids[i], vocab_ - 1);
+    if (p.bias_ids[i] < 0 || p.bias_ids[i] >= vocab_ || !(p.bias_values[i] <= kMaxFloat))
+      fail(PE_REQUEST, "logit bias of id %d; expected ids 0 to %d, finite or -inf", p.bias_ids[i], vocab_ - 1);
 }
 
 void Program::check_batch(const pe_batch& b) const {
@@ -79,7 +87,15 @@ void Program::check_batch(const pe_batch& b) const {
     if (b.logits_rows[r] < 0 || b.logits_rows[r] >= b.tokens)
       fail(PE_REQUEST, "logits row %d is not a token of the batch", b.logits_rows[r]);
     if (b.sampling && b.sampled) check_sampling(b.sampling[r]);
+    if (b.targets && (b.targets[r] < -1 || b.targets[r] >= vocab_))
+      fail(PE_REQUEST, "target id %d; expected -1 to %d", b.targets[r], vocab_ - 1);
   }
+  if (b.top_count < 0 || b.top_count > vocab_)
+    fail(PE_REQUEST, "top_count is %d; expected 0 to %d", b.top_count, vocab_);
+  if ((b.targets && !b.target_logprob) || (b.top_count && (!b.top_ids || !b.top_logprob)))
+    fail(PE_REQUEST, "no room for the log probabilities of targets or most likely ids");
+  if ((b.targets || b.top_count) && !b.sampled)
+    fail(PE_REQUEST, "targets and most likely ids are given by sampling; expected room for sampled ids");
   if (b.sampled && !has_sample_) fail(PE_REQUEST, "the program does not sample");
 }
 

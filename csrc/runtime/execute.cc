@@ -390,9 +390,7 @@ void Program::sample(const Op&, int thread) {
   if (!batch_->sampled) return;
   float* work = reinterpret_cast<float*>(thread_scratch(thread));
   share(batch_->logits_count, 1, thread, [&](int64_t r, int64_t) {
-    const int32_t id =
-        sample_row(k_, logits_out_ + r * logits_stride_, vocab_, batch_->sampling ? batch_->sampling + r : nullptr,
-                   work, batch_->sampled_logprob ? batch_->sampled_logprob + r : nullptr);
+    const int32_t id = sample_row(k_, logits_out_ + r * logits_stride_, vocab_, *batch_, r, work);
     batch_->sampled[r] = id;
     if (id < 0) fail_later(PE_REQUEST, "no token can be chosen: every logit is -inf after the logit bias");
   });

@@ -224,8 +224,8 @@ constexpr size_t q_digit_bytes(int32_t head_dim) {
 }
 
 // sampler.cc: one row; `work` has 2 * n floats. Returns the id; -1 if nothing can be chosen.
-int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work,
-                   float* logprob);
+int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_batch& batch, int64_t row,
+                   float* work);
 
 }  // namespace pe
 

@@ -1,5 +1,5 @@
-// Choosing the next token: penalties, bias, temperature, top-k, top-p, min-p (in transformers' order), then one random
-// number that depends on (seed, step) alone.
+// Choosing the next token: bias, penalties (in vLLM's order), temperature, top-k, top-p, min-p (in transformers'), then
+// one random number that depends on (seed, step) alone. Log probabilities are of the logits before all of it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -28,13 +28,22 @@ double uniform(uint64_t seed, uint64_t step) {
   return static_cast<double>(bits) * 0x1.0p-53;
 }
 
+bool has_penalties(const pe_sampling& p) {
+  return p.penalty_count > 0 &&
+         (p.repetition_penalty != 1.0f || p.frequency_penalty != 0.0f || p.presence_penalty != 0.0f);
+}
+
 void apply_penalties(const pe_sampling& p, float* x) {
-  if (p.repetition_penalty != 1.0f)
-    for (int32_t i = 0; i < p.penalty_count; ++i) {
-      float& v = x[p.penalty_ids[i]];
-      v = v > 0.0f ? v / p.repetition_penalty : v * p.repetition_penalty;
-    }
   for (int32_t i = 0; i < p.bias_count; ++i) x[p.bias_ids[i]] += p.bias_values[i];
+  if (!has_penalties(p)) return;
+  for (int32_t i = 0; i < p.penalty_count; ++i) {
+    float& v = x[p.penalty_ids[i]];
+    v = v > 0.0f ? v / p.repetition_penalty : v * p.repetition_penalty;
+    const int32_t count = p.penalty_counts ? p.penalty_counts[i] : 0;
+    if (count == 0) continue;
+    v -= p.frequency_penalty * static_cast<float>(count);
+    v -= p.presence_penalty;
+  }
 }
 
 // Orders ids [0, n) in `order` so that the first `count` are the largest, sorted, lower id first on ties.
@@ -94,18 +103,29 @@ int32_t pick(const float* x, int64_t n, const pe_sampling& p, float max, int32_t
   return last;
 }
 
+// The `count` largest, best first, lower id first on ties.
+void most_likely(const float* x, int64_t n, int32_t count, int32_t* ids) {
+  int32_t kept = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (kept == count && !(x[i] > x[ids[kept - 1]])) continue;
+    int32_t at = kept < count ? kept++ : kept - 1;
+    for (; at > 0 && x[i] > x[ids[at - 1]]; --at) ids[at] = ids[at - 1];
+    ids[at] = static_cast<int32_t>(i);
+  }
+}
+
 }  // namespace
 
-int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_sampling* p, float* work,
-                   float* logprob) {
+int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const pe_batch& batch, int64_t row,
+                   float* work) {
+  const pe_sampling* p = batch.sampling ? batch.sampling + row : nullptr;
   float max;
   int32_t finite;
   const int32_t best = k.argmax(logits, n, &max, &finite);
   const float top = max;
   int32_t id = best;
-  const bool changed = p && (p->bias_count > 0 || (p->penalty_count > 0 && p->repetition_penalty != 1.0f));
   const float* x = logits;
-  if (changed) {
+  if (p && (p->bias_count > 0 || has_penalties(*p))) {
     std::memcpy(work, logits, static_cast<size_t>(n) * 4);
     apply_penalties(*p, work);
     x = work;
@@ -113,9 +133,19 @@ int32_t sample_row(const KernelTable& k, const float* logits, int64_t n, const p
     if (max == -__builtin_inff()) return -1;
   }
   if (p && p->temperature > 0.0f) id = pick(x, n, *p, max, reinterpret_cast<int32_t*>(work + n));
-  if (logprob)
-    *logprob = static_cast<float>(static_cast<double>(logits[id]) - static_cast<double>(top) -
-                                  std::log(k.sum_exp(logits, n, top)));
+  const int32_t target = batch.targets ? batch.targets[row] : -1;
+  if (!batch.sampled_logprob && target < 0 && !batch.top_count) return id;
+  const double log_sum = std::log(k.sum_exp(logits, n, top));
+  const auto logprob = [&](int32_t i) {
+    return static_cast<float>(static_cast<double>(logits[i]) - static_cast<double>(top) - log_sum);
+  };
+  if (batch.sampled_logprob) batch.sampled_logprob[row] = logprob(id);
+  if (target >= 0) batch.target_logprob[row] = logprob(target);
+  if (batch.top_count) {
+    int32_t* ids = batch.top_ids + row * batch.top_count;
+    most_likely(logits, n, batch.top_count, ids);
+    for (int32_t i = 0; i < batch.top_count; ++i) batch.top_logprob[row * batch.top_count + i] = logprob(ids[i]);
+  }
   return id;
 }
 

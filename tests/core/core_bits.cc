@@ -264,7 +264,12 @@ void step(pe_program* program, const std::string& what, std::vector<int32_t>& le
   std::vector<float> hidden(ids.size() * kHidden), logits(2 * kVocab), logprob(2);
   std::vector<int32_t> sampled(2);
   std::vector<pe_sampling> sampling(2, sized<pe_sampling>());
-  const int32_t penalized[] = {3, 17, 60};
+  const int32_t penalized[] = {3, 17, 60}, generated[] = {0, 2, 1}, targets[] = {5, 60};
+  const int32_t biased[] = {4, 9};
+  const float bias[] = {1.5f, -__builtin_inff()};
+  constexpr int32_t kTop = 3;
+  std::vector<float> target_logprob(2), top_logprob(2 * kTop);
+  std::vector<int32_t> top(2 * kTop);
   for (size_t r = 0; r < 2; ++r) {
     pe_sampling& p = sampling[r];
     p.temperature = r ? 1.5f : 0.0f;
@@ -275,7 +280,13 @@ void step(pe_program* program, const std::string& what, std::vector<int32_t>& le
     p.seed = 11;
     p.step = static_cast<uint64_t>(lengths[r]);
     p.penalty_ids = penalized;
+    p.penalty_counts = generated;
     p.penalty_count = 3;
+    p.frequency_penalty = 0.5f;
+    p.presence_penalty = 0.25f;
+    p.bias_ids = biased;
+    p.bias_values = bias;
+    p.bias_count = 2;
   }
   float* taps[] = {hidden.data()};
   auto batch = sized<pe_batch>();
@@ -292,6 +303,11 @@ void step(pe_program* program, const std::string& what, std::vector<int32_t>& le
   batch.sampling = sampling.data();
   batch.sampled = sampled.data();
   batch.sampled_logprob = logprob.data();
+  batch.targets = targets;
+  batch.target_logprob = target_logprob.data();
+  batch.top_count = kTop;
+  batch.top_ids = top.data();
+  batch.top_logprob = top_logprob.data();
   batch.taps = taps;
   good(pe_program_run(program, &batch));
   Recorder out(outputs);
@@ -299,6 +315,9 @@ void step(pe_program* program, const std::string& what, std::vector<int32_t>& le
   out.add(what + " logits", logits);
   out.add(what + " sampled", sampled);
   out.add(what + " logprob", logprob);
+  out.add(what + " target logprob", target_logprob);
+  out.add(what + " top", top);
+  out.add(what + " top logprob", top_logprob);
 }
 
 void decoders(const char* isa, int32_t threads, std::vector<Output>& outputs) {
