@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from pyengine.errors import ResourceError as ResourceError
     from pyengine.errors import TokenizerError as TokenizerError
     from pyengine.errors import UnsupportedModelError as UnsupportedModelError
-    from pyengine.generate import GenerationResult as GenerationResult
     from pyengine.reports.account import Account as Account
     from pyengine.reports.account import account as account
     from pyengine.reports.compare_models import compare as compare
     from pyengine.reports.compare_result import CompareResult as CompareResult
+    from pyengine.results import GenerationResult as GenerationResult
 
 __version__ = "0.1.0"
 
@@ -56,12 +56,12 @@ _ERRORS = (
     "UnsupportedModelError",
 )
 _ENGINE = ("Engine", "load")
-_GENERATE = ("GenerationResult",)
+_RESULTS = ("GenerationResult",)
 _ACCOUNT = ("Account", "account")
 _REPORTS = {"compare": "compare_models", "CompareResult": "compare_result"}
 _MODULES = ("errors", "kernels")
 
-__all__ = [*_ENGINE, *_GENERATE, *_ACCOUNT, *_REPORTS, *_ERRORS, *_MODULES, "__version__"]
+__all__ = [*_ENGINE, *_RESULTS, *_ACCOUNT, *_REPORTS, *_ERRORS, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -72,8 +72,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module("pyengine.errors"), name)
     elif name in _ENGINE:
         value = getattr(importlib.import_module("pyengine.engine"), name)
-    elif name in _GENERATE:
-        value = getattr(importlib.import_module("pyengine.generate"), name)
+    elif name in _RESULTS:
+        value = getattr(importlib.import_module("pyengine.results"), name)
     elif name in _ACCOUNT:
         value = getattr(importlib.import_module("pyengine.reports.account"), name)
     elif name in _REPORTS:

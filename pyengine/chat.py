@@ -15,7 +15,8 @@ from pyengine.strict_json import shown
 if TYPE_CHECKING:
     from pyengine.chat_template import ChatTemplate, Message
     from pyengine.engine import Engine
-    from pyengine.generate import GenerationResult, GenerationStream
+    from pyengine.generate import GenerationStream
+    from pyengine.results import GenerationResult
 
 DEFAULTS: dict[str, Any] = {"max_tokens": -1, "temperature": 0.7, "top_p": 0.9}
 FILE = "generation_config.json"

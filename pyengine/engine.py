@@ -12,30 +12,36 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import hub, quantize, rope, system
+from pyengine import hub, quantize, system
 from pyengine._core import Backend
 from pyengine.balance import balance_keys
+from pyengine.batching import generate_batch
 from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
 from pyengine.chat import ChatRequests
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.decoder import BuiltProgram, KvLayout, build
+from pyengine.engine_options import check_device, choose_ctx_size, choose_kv_dtype, load_arguments, stored_quant
 from pyengine.engine_reports import EngineReports
-from pyengine.errors import RequestError, ResourceError, TokenizerError, UnsupportedModelError
-from pyengine.generate import GenerationResult, GenerationStream
+from pyengine.errors import RequestError, ResourceError, TokenizerError
+from pyengine.generate import GenerationStream
 from pyengine.gguf_checkpoint import default_quant, open_checkpoint, say_blocks
 from pyengine.gguf_file import is_gguf
 from pyengine.hooks import Hooks
-from pyengine.kv_cache import KV_DTYPES, KvPool
+from pyengine.kv_cache import KvPool, step_arrays
 from pyengine.kv_cache import Sequence as KvSequence
+from pyengine.prefix_cache import DEFAULT_PREFIX_BYTES
+from pyengine.results import GenerationResult
+from pyengine.rope_tables import RopeTables
 from pyengine.routing import RoutingCounts, UInt64, by_layer
 from pyengine.sampling import SamplingParams, check_token_ids, is_integer, row_indices
-from pyengine.spec import MLASpec, ModelSpec, RopeSpec
+from pyengine.scoring import score, score_rolling
+from pyengine.steps import MAX_BATCH_TOKENS, MAX_SEQUENCES, Chosen
 from pyengine.tensors import check_tensors, settle_head
 from pyengine.tokenizer import Tokenizer
 from pyengine.tokenizer_file import has_tokenizer
@@ -45,36 +51,13 @@ from pyengine.weights_cache import DEFAULT_LIMIT_BYTES, WeightsCache, load_throu
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
-MAX_BATCH_TOKENS = 512
-MAX_SEQUENCES = 64
-FIRST_ROPE_POSITIONS = 1024
 EMPTY = np.empty(0, np.int32)
 
 
-def stored_quant(checkpoint: Checkpoint) -> str:
-    """What `none` means: bf16 where every matrix is stored as BF16, else f32 (which holds F16 and BF16 exactly)."""
-    kinds = {info.dtype for info in checkpoint.tensors.values() if len(info.shape) == 2}
-    return "bf16" if kinds == {"BF16"} else "f32"
+class Timed(Protocol):
+    """Whose decode steps the program's timers count: a stream, or a batch."""
 
-
-class RopeTables:
-    """cos/sin tables of a model in the core, as long as the context in use."""
-
-    def __init__(self, backend: Backend, spec: ModelSpec) -> None:
-        self.backend = backend
-        self.limit = spec.max_context
-        self.positions = 0
-        self.ids: dict[RopeSpec, int] = {layer.attention.rope: -1 for layer in spec.layers if layer.attention.rope}
-        self.grow(1)
-
-    def grow(self, positions: int) -> None:
-        """Tables of at least this many positions."""
-        if positions <= self.positions:
-            return
-        size = min(max(positions, 2 * self.positions, FIRST_ROPE_POSITIONS), max(self.limit, positions))
-        for spec, table in self.ids.items():
-            self.ids[spec] = self.backend.rope_set(table, *rope.tables(spec, size))
-        self.positions = size
+    def add_times(self, ops: list[dict[str, Any]], ops_ns: UInt64, routed: UInt64) -> None: ...
 
 
 class Engine(EngineReports, ChatRequests):
@@ -94,7 +77,7 @@ class Engine(EngineReports, ChatRequests):
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
-        self._timed: Callable[[], GenerationStream | None] = nobody  # whose decode steps the timers now count
+        self._timed: Callable[[], Timed | None] = nobody  # whose decode steps the timers now count
         self.device = check_device(arguments["device"])
         system.check_room(folder)
         self.notes: list[str] = []
@@ -131,7 +114,7 @@ class Engine(EngineReports, ChatRequests):
         self.spec = replace(self.spec, warnings=(*self.spec.warnings, *self.weights.warnings))
         self.bits_per_weight = self.weights.bits_per_weight
         self.weight_bytes_per_token = self.weights.bytes_per_token
-        self.pool = KvPool(self.backend, self.spec, self.kv_dtype)
+        self.pool = KvPool(self.backend, self.spec, self.kv_dtype, arguments["prefix_cache_bytes"])
         self.ropes = RopeTables(self.backend, self.spec)
         self.program = self.build()
         self.routed = RoutingCounts(self.program.program)
@@ -194,37 +177,30 @@ class Engine(EngineReports, ChatRequests):
         cancel: Int32 | None = None,
         program: BuiltProgram | None = None,
         advance: bool = True,
-    ) -> tuple[Int32, Float32] | None:
+        targets: Int32 | None = None,
+        top: int = 0,
+    ) -> Chosen | None:
         """One step: each sequence takes its new tokens (at most MAX_BATCH_TOKENS together).
 
         rows: token indices of the batch whose logits are wanted, into `logits` float32 [rows, V] and for `sampling`
-        (None = greedy; returns ids and log probabilities). advance=False: the caller advances each sequence by as many
+        (None = greedy), which gives what was chosen. targets int32 [rows] (-1 for none), top: whose log probabilities
+        and how many of the most likely ids that has, too. advance=False: the caller advances each sequence by as many
         of its tokens as it keeps. On any error no sequence has changed.
         """
         built = program or self.program
         for sequence, ids in entries:
             self.ropes.grow(sequence.length + len(ids))
             sequence.reserve(len(ids))
-        if len(entries) == 1:
-            sequence, ids = entries[0]
-            ends, token_ids, positions, tables = sequence.step(ids)
-        else:
-            ends = np.cumsum([0, *(len(ids) for _, ids in entries)]).astype(np.int32)
-            token_ids = np.concatenate([np.array(ids, np.int32) for _, ids in entries])
-            positions = np.concatenate([np.arange(s.length, s.length + len(i), dtype=np.int32) for s, i in entries])
-            width = max(len(s.tables[0]) for s, _ in entries)
-            tables = [
-                np.stack([np.pad(s.tables[g], (0, width - len(s.tables[g]))) for s, _ in entries])
-                for g in range(len(self.pool.ids))
-            ]
+        token_ids, positions, ends, tables = step_arrays(entries)
         interruptible = threading.get_ident() == threading.main_thread().ident
         out = built.program.run(
-            token_ids, positions, ends, tables, rows, logits, sampling, None, list(taps), cancel, interruptible
-        )
+            token_ids, positions, ends, tables, rows, logits, sampling, None, list(taps), cancel, interruptible,
+            targets, top,
+        )  # fmt: skip
         if advance:
             for sequence, ids in entries:
                 sequence.advance(len(ids))
-        return out
+        return None if out is None else Chosen(*out)
 
     def logits(
         self,
@@ -298,7 +274,8 @@ class Engine(EngineReports, ChatRequests):
         """Generate from a text (raw) or token ids; an iterator of pieces, with `result` at its end. Closing it cancels.
 
         Keyword arguments are those of SamplingParams (max_tokens, temperature, top_k, top_p, min_p,
-        repetition_penalty, seed, stop, ignore_eos, speculate). Errors: RequestError before any compute.
+        repetition_penalty, frequency_penalty, presence_penalty, logit_bias, logprobs, prompt_logprobs, seed, stop,
+        ignore_eos, speculate). Errors: RequestError before any compute.
         """
         params = SamplingParams(**sampling)
         self._check_open()
@@ -310,14 +287,49 @@ class Engine(EngineReports, ChatRequests):
         return self.stream(prompt, **sampling).finish()
 
     def generate_batch(
-        self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **sampling: Any
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_batch: int | None = None,
+        seed: int | None = None,
+        **sampling: Any,
     ) -> list[GenerationResult]:
-        """One result per prompt; with a seed, request i uses seed + i. All are checked before the first computes."""
-        if isinstance(prompts, str):
-            raise RequestError("prompts are one text; expected a list of prompts")
-        seeds = [seed + i if seed is not None and is_integer(seed) else seed for i in range(len(prompts))]
-        streams = [self.stream(prompt, seed=one, **sampling) for prompt, one in zip(prompts, seeds, strict=True)]
-        return [stream.finish() for stream in streams]
+        """One result per prompt, the same as each would have alone; with a seed, request i uses seed + i.
+
+        At most `max_batch` (1 to 64, default 16) run at a time, their steps together; where one ends the next begins.
+        All are checked before the first computes. Errors: RequestError, ResourceError where the KV caches of max_batch
+        requests do not fit.
+        """
+        return generate_batch(self, prompts, max_batch=max_batch, seed=seed, sampling=sampling)
+
+    # ---- scores -------------------------------------------------------------------------------------------------
+
+    def score(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """Of each (context ids, continuation ids): the summed log probability of the continuation's tokens, and
+        whether each of them is the most likely one. An empty context means [BOS], or [EOS] without one.
+
+        Errors: RequestError naming the request: bad ids, an empty continuation, more tokens than the context takes.
+        """
+        self._check_open()
+        return score(self, requests)
+
+    def score_rolling(
+        self, ids: Sequence[int], *, window: int | None = None, stride: int | None = None
+    ) -> tuple[float, int]:
+        """The summed log probability of all tokens of a text, and how many they are. [BOS], or [EOS], is before them.
+
+        window: tokens that one is predicted from at most (default: the context). The first `window` tokens are scored
+        at once, then `stride` at a time (1 to window, the default), from the `window` tokens before the last of them.
+        """
+        self._check_open()
+        return score_rolling(self, ids, window=window, stride=stride)
+
+    # ---- tokens -------------------------------------------------------------------------------------------------
+
+    def eos_ids(self) -> set[int]:
+        """The ids that end a text: of the config files and the tokenizer."""
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return {*self.spec.eos_token_ids, *(() if own is None else (own,))}
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a raw text, BOS and special tokens as the tokenizer's own rules say."""
@@ -347,10 +359,10 @@ class Engine(EngineReports, ChatRequests):
         """Whether this is a fork's copy: it has no threads, and a thread that is not here may hold its lock."""
         return os.getpid() != self._process
 
-    def _running(self, timed: GenerationStream | None = None) -> _Running:
+    def _running(self, timed: Timed | None = None) -> _Running:
         return _Running(self, timed)
 
-    def _time_for(self, stream: GenerationStream | None) -> None:
+    def _time_for(self, stream: Timed | None) -> None:
         """From here on the timers count for `stream`; what they counted goes to whom it belongs. Under the lock."""
         ops_ns, _, _ = self.program.program.times(True)
         routed = self.routed.take()
@@ -389,7 +401,7 @@ class Engine(EngineReports, ChatRequests):
 class _Running:
     """Holds the engine's lock for one call, and refuses a closed engine. timed: the stream whose decode step it is."""
 
-    def __init__(self, engine: Engine, timed: GenerationStream | None) -> None:
+    def __init__(self, engine: Engine, timed: Timed | None) -> None:
         self.engine = engine
         self.timed = timed
 
@@ -421,29 +433,6 @@ def _reload(folder: str, arguments: dict[str, Any]) -> Engine:
     return Engine(Path(folder), arguments, None, say)
 
 
-def check_device(device: str) -> str:
-    if device in ("auto", "cpu"):
-        return "cpu"
-    if device == "cuda":
-        raise UnsupportedModelError("device 'cuda': this version has no CUDA backend; expected 'auto' or 'cpu'")
-    raise RequestError(f"device {device!r}; expected 'auto' or 'cpu'")
-
-
-def choose_kv_dtype(kv_dtype: str | None, quant: str, spec: ModelSpec) -> str:
-    """The default is bf16, f32 under f32. int8 has one scale a row, which [latent | rotary key] would have to share."""
-    if kv_dtype not in (None, *KV_DTYPES):
-        raise RequestError(f"KV dtype {kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
-    if kv_dtype == "int8" and any(isinstance(layer.attention, MLASpec) for layer in spec.layers):
-        raise UnsupportedModelError(f"KV dtype 'int8' for latent attention ({spec.family}); expected 'bf16' or 'f32'")
-    return kv_dtype or ("f32" if quant == "f32" else "bf16")
-
-
-def choose_ctx_size(ctx_size: int, spec: ModelSpec) -> int:
-    if not is_integer(ctx_size) or not 0 <= ctx_size <= spec.max_context:
-        raise RequestError(f"context {ctx_size!r}; expected 0 to the model's maximum {spec.max_context}")
-    return int(ctx_size) or spec.max_context
-
-
 def load(
     model: str | bytes | os.PathLike[str],
     *,
@@ -460,6 +449,7 @@ def load(
     offline: bool = False,
     cache: bool = True,
     cache_limit: int = DEFAULT_LIMIT_BYTES,
+    prefix_cache_bytes: int = DEFAULT_PREFIX_BYTES,
     progress: Progress | None = None,
     log: Callable[[str], None] = say,
 ) -> Engine:
@@ -472,38 +462,24 @@ def load(
     else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight the errors of int8 and int4 with
     E[x^2] of a short text. strict: unknown config keys and weights that are all zero are errors. cache: read packed
     weights that an earlier load left on disk, and leave them where this one took over 2 s; cache_limit: bytes that
-    such files may take in all. progress: called with (done, total, what). log: called with a line about the cache's
-    files, and where a GGUF is quantized again; default: to stderr.
+    such files may take in all. prefix_cache_bytes: what KV blocks of earlier requests may take, which requests with the
+    same beginning use again (default 256 MiB, 0 = none); no result depends on it. progress: called with (done, total,
+    what). log: called with a line about the cache's files, and where a GGUF is quantized again; default: to stderr.
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
-    if threads is None and os.environ.get("PYENGINE_THREADS"):
-        try:
-            threads = int(os.environ["PYENGINE_THREADS"])
-        except ValueError:
-            raise RequestError(
-                f"PYENGINE_THREADS={os.environ['PYENGINE_THREADS']!r}; expected a whole number"
-            ) from None
-    if threads is not None and (not is_integer(threads) or not 1 <= threads <= 1024):
-        raise RequestError(f"threads {threads!r}; expected 1 to 1024")
-    if isa is not None and not isinstance(isa, str):
-        raise RequestError(f"isa {isa!r}; expected a name")
-    arguments = {
-        "quant": quant,
-        "group_size": group_size,
-        "int4_scheme": int4_scheme,
-        "kv_dtype": kv_dtype,
-        "threads": threads,
-        "ctx_size": ctx_size,
-        "device": device,
-        "isa": isa or os.environ.get("PYENGINE_ISA") or None,
-        "calibration": calibration,
-        "strict": strict,
-        "cache": cache,
-        "cache_limit": cache_limit,
-    }
-    if not is_integer(cache_limit) or cache_limit < 0:
-        raise RequestError(f"cache limit {cache_limit!r}; expected bytes, 0 or more")
-    for name in ("calibration", "strict", "cache"):
-        if not isinstance(arguments[name], bool):
-            raise RequestError(f"{name} {arguments[name]!r}; expected True or False")
+    arguments = load_arguments(
+        quant=quant,
+        group_size=group_size,
+        int4_scheme=int4_scheme,
+        kv_dtype=kv_dtype,
+        threads=threads,
+        ctx_size=ctx_size,
+        device=device,
+        isa=isa,
+        calibration=calibration,
+        strict=strict,
+        cache=cache,
+        cache_limit=cache_limit,
+        prefix_cache_bytes=prefix_cache_bytes,
+    )
     return Engine(hub.resolve(os.fsdecode(model), offline=offline), arguments, progress, log)

@@ -90,3 +90,10 @@ def _same_form(actual: Any, expected: Any, what: str) -> None:
     oracle = actual.dtype.kind == "f" and expected.dtype == np.float64
     if actual.dtype != expected.dtype and not oracle:
         raise AssertionError(f"{what}: {actual.dtype}, expected {expected.dtype}")
+
+
+def log_softmax(rows: np.ndarray) -> np.ndarray:
+    """In float64, of float32 logits [T, V]."""
+    x = rows.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyengine.chat import check_system
 from pyengine.cli import _output
+from pyengine.cli.generate import NOT_IN_CHAT
 from pyengine.errors import ContextFullError, RequestError
 from pyengine.sampling import SamplingParams
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-NOT_IN_CHAT = ("ignore_eos",)  # values of SamplingParams with which no answer would end
 NAMES = {"temp": "temperature", "repeat_penalty": "repetition_penalty", "n": "max_tokens"}
 HELP = """\
 /help              this list
@@ -45,6 +45,11 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     if params.max_tokens == 0:
         raise RequestError("max_tokens 0; expected at least 1, or -1 for all")
     return dataclasses.asdict(params)
+
+
+def with_token_ids(entries: dict[str, Any]) -> dict[Any, Any]:
+    """A JSON object with its keys as the numbers they spell, for logit_bias."""
+    return {int(key) if key.isdecimal() else key: value for key, value in entries.items()}
 
 
 class Session:
@@ -180,7 +185,7 @@ class Session:
             sources.pop(name, None)
         else:
             try:
-                given[name] = json.loads(value)
+                given[name] = json.loads(value, object_hook=with_token_ids)
             except (ValueError, RecursionError):
                 given[name] = value
             sources[name] = "/set"

@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     _options.add_engine(parser)
     generate.add_context(parser)
     _options.add_common(parser, json=False)
-    parser.set_defaults(run=run, ignore_eos=None, **dict.fromkeys(sampling_options()))
+    parser.set_defaults(run=run, **dict.fromkeys([*sampling_options(), *generate.NOT_IN_CHAT]))
 
 
 def sampling_options() -> Iterable[str]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 EXIT_CANCELLED = 130
 
+# Values of SamplingParams that chat has no use for: no answer would end, and it shows no log probabilities.
+NOT_IN_CHAT = ("ignore_eos", "logprobs", "prompt_logprobs")
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -35,6 +38,10 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("--no-special", action="store_true", help="special tokens in the text are ordinary text")
     add_sampling(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    parser.add_argument(
+        "--logprobs", type=int, default=0, metavar="N", help="with --json: of each token, and the N most likely ones"
+    )
+    parser.add_argument("--prompt-logprobs", action="store_true", help="with --json: of the prompt's tokens")
     _options.add_engine(parser)
     add_context(parser)
     _options.add_common(parser)
@@ -80,6 +87,19 @@ def add_sampling(
     sampling.add_argument("--top-p", type=float, default=top_p, metavar="X", help=f"{top_p:g}; 1 = off")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="X", help="0 = off")
     sampling.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1 = off")
+    sampling.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="X", help="-2 to 2, for each time a token was generated"
+    )
+    sampling.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="X", help="-2 to 2, once for each token generated"
+    )
+    sampling.add_argument(
+        "--logit-bias",
+        metavar="ID=X",
+        action="append",
+        default=[],
+        help="added to the logit of a token id; -inf: never chosen; repeatable",
+    )
     sampling.add_argument("--seed", type=int, metavar="N", help="default: drawn, and shown")
     sampling.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; repeatable"
@@ -156,6 +176,28 @@ def check_template(args: argparse.Namespace) -> None:
         read_template(Path(args.chat_template))
 
 
+def logit_bias(pairs: list[str]) -> dict[int, float]:
+    """['5=1.5', '7=-inf'] -> {5: 1.5, 7: -inf}."""
+    bias: dict[int, float] = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            number, added = int(token), float(value)
+        except ValueError:
+            raise RequestError(f"--logit-bias {pair!r}; expected ID=X, a token id and a number") from None
+        if number in bias:
+            raise RequestError(f"--logit-bias of {number} given twice; expected it once")
+        bias[number] = added
+    return bias
+
+
+def check_logprobs(args: argparse.Namespace) -> None:
+    """Refuse what only --json would show."""
+    for given, option in ((args.logprobs != 0, "--logprobs"), (args.prompt_logprobs, "--prompt-logprobs")):
+        if given and not args.json:
+            raise RequestError(f"{option} without --json, which shows them; expected both")
+
+
 def encode_raw(tokenizer: Tokenizer, args: argparse.Namespace, prompt: str) -> list[int]:
     return tokenizer.encode(prompt, add_special_tokens=True, parse_special=not args.no_special)
 
@@ -202,6 +244,11 @@ def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "stop": tuple(args.stop or ()),
         "ignore_eos": args.ignore_eos,
         "speculate": args.speculate,
+        "frequency_penalty": args.frequency_penalty,
+        "presence_penalty": args.presence_penalty,
+        "logit_bias": logit_bias(args.logit_bias or []) or None,
+        "logprobs": args.logprobs,
+        "prompt_logprobs": args.prompt_logprobs,
     }
 
 
@@ -224,6 +271,7 @@ def write_pieces(pieces: Iterator[Any], *, show: bool) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     check_prompt_form(args)
+    check_logprobs(args)
     _options.engine_arguments(args)  # wrong options are refused before anything is read or downloaded
     prompt = read_prompt(args)
     if not prompt and not args.raw:

@@ -12,7 +12,6 @@ from typing import Any
 
 from pyengine import _core, hub, quantize
 from pyengine._core import Limit
-from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.errors import RequestError
 from pyengine.kv_cache import KV_DTYPES
 from pyengine.reports import machine
@@ -22,6 +21,7 @@ from pyengine.reports.account_read import read_anatomy, stored_parameters
 from pyengine.reports.machine import Limits
 from pyengine.reports.memory import MemoryRoom, memory_room
 from pyengine.sampling import is_integer
+from pyengine.steps import MAX_BATCH_TOKENS
 
 FORMATS = ("f32", "bf16", "int8", "int4")
 DEFAULT_CONTEXT = 4096

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pyengine.engine import MAX_BATCH_TOKENS, MAX_SEQUENCES
+from pyengine.steps import MAX_BATCH_TOKENS, MAX_SEQUENCES
 from pyengine.reports.account_parts import Anatomy, Ffn
 
 TILE_ROWS = 12  # that a tile of a matrix product may read past a batch

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pyengine._core import KV_BLOCK
-from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.errors import RequestError, ResourceError
 from pyengine.kv_cache import Sequence
 from pyengine.reports.machine import Gauge, Timed, fraction, take_turns
+from pyengine.steps import MAX_BATCH_TOKENS
 from pyengine.system import available_memory
 
 if TYPE_CHECKING:

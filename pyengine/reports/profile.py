@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine._core import Format
-from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.errors import RequestError, ResourceError
 from pyengine.kv_cache import Sequence as KvSequence
 from pyengine.reports.account_read import of_spec
 from pyengine.reports.machine import Gauge, median
 from pyengine.reports.profile_work import STAGES, Model, Rates, Work, byte_share
 from pyengine.sampling import is_integer
+from pyengine.steps import MAX_BATCH_TOKENS
 from pyengine.system import available_memory
 
 if TYPE_CHECKING:

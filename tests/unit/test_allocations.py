@@ -61,10 +61,16 @@ def counted():
 
 with pyengine.load(sys.argv[1], quant="int8", kv_dtype=sys.argv[2], threads=2) as engine:
     sequence = Sequence(engine.pool)
+    ids = np.arange(9, dtype=np.int32)
+    sampled = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 1, "step": 2,
+        "repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5, "penalty_ids": ids,
+        "penalty_counts": ids, "bias_ids": ids, "bias_values": np.ones(9, np.float32)}
+    values = [None, sampled]
+    rows = {"rows": np.zeros(1, np.int32), "top": 20, "targets": np.ones(1, np.int32)}
     def decode(tokens):
         before = counted()
         for token in range(tokens):
-            engine.forward([(sequence, [token % 97])], rows=np.zeros(1, np.int32), sampling=[None])
+            engine.forward([(sequence, [token % 97])], sampling=[values[token % 2]], **rows)
         return [after - at for at, after in zip(before, counted())]
     engine.forward([(sequence, list(range(90)) * 5)])
     print(*decode(3), *decode(400))

@@ -266,10 +266,16 @@ def test_sampling_defaults_are_greedy_and_options_reach_the_engine(engine: FakeE
         "stop": (),
         "ignore_eos": False,
         "speculate": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "logit_bias": None,
+        "logprobs": 0,
+        "prompt_logprobs": False,
     }
     assert main(["generate", "--raw", "-p", "Hi"]) == 0
     assert {k: engine.requests[0][k] for k in greedy} == greedy
     command = "generate --raw -p Hi -n -1 --temp 0.5 --top-k 40 --top-p 0.9 --min-p 0.05 --repeat-penalty 1.1 --seed 3"
+    command += " --frequency-penalty 0.5 --presence-penalty -1 --logit-bias 5=1.5 --logit-bias 7=-inf"
     assert main([*command.split(), "--stop", "\n", "--stop", "END", "--ignore-eos", "--speculate", "ngram"]) == 0
     assert {k: engine.requests[1][k] for k in greedy} == {
         "max_tokens": -1,
@@ -282,8 +288,35 @@ def test_sampling_defaults_are_greedy_and_options_reach_the_engine(engine: FakeE
         "stop": ("\n", "END"),
         "ignore_eos": True,
         "speculate": "ngram",
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1.0,
+        "logit_bias": {5: 1.5, 7: float("-inf")},
+        "logprobs": 0,
+        "prompt_logprobs": False,
     }
     assert "raw, seed 3 |" in capsys.readouterr().err
+
+
+def test_log_probabilities_come_with_json_alone(engine: FakeEngine, capsys: Any) -> None:
+    command = ["generate", "--raw", "-p", "Hi", "--logprobs", "3", "--prompt-logprobs"]
+    assert main([*command, "--json"]) == 0
+    assert (engine.requests[0]["logprobs"], engine.requests[0]["prompt_logprobs"]) == (3, True)
+    for options, says in (
+        (command[:-1], "--logprobs without --json"),
+        ([*command[:4], "--prompt-logprobs"], "--prompt-"),
+    ):
+        capsys.readouterr()
+        assert main(options) == 2
+        assert says in capsys.readouterr().err
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize("pairs", [["5"], ["a=1"], ["5=x"], ["=1"], ["5=1", "5=2"], ["5.0=1"]])
+def test_other_biases_are_usage_errors(engine: FakeEngine, capsys: Any, pairs: list[str]) -> None:
+    options = [option for pair in pairs for option in ("--logit-bias", pair)]
+    assert main(["generate", "--raw", "-p", "Hi", *options]) == 2
+    assert "--logit-bias" in capsys.readouterr().err
+    assert engine.requests == []
 
 
 def test_verbose_says_what_is_in_force(engine: FakeEngine, capsys: Any) -> None:

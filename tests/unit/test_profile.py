@@ -17,12 +17,12 @@ from golden.golden_cases import CONFIGS
 
 import pyengine
 from pyengine.cli.main import main
-from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.reports import profile as report
 from pyengine.reports import profile_text
 from pyengine.reports.account_read import of_spec
 from pyengine.reports.profile import Cost, Phase, Profile, Sample
 from pyengine.reports.profile_work import STAGES, Model, Rates
+from pyengine.steps import MAX_BATCH_TOKENS
 
 CONFIG = {**CONFIGS["llama"], "max_position_embeddings": 2048}
 KEYS = {

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from builders import write_tiny_model
 from golden.golden_cases import CONFIGS
+from kv_pools import nothing_lost
 from tiny_tokenizers import byte_level
 from tiny_tokenizers import write as write_tokenizer
 
@@ -157,7 +158,7 @@ def test_ctrl_c_in_a_stream_keeps_what_there_is(tmp_path: Path, speculate: str |
         assert result.tokens[:200] == expected[: len(result.tokens)]
         assert result.usage["completion_tokens"] == len(result.tokens)
         check_times(result)
-        assert all(sorted(free) == list(range(size)) for free, size in zip(one.pool.free, one.pool.size, strict=True))
+        assert nothing_lost(one.pool)
         assert one.generate(PROMPT, max_tokens=200, ignore_eos=True).tokens == expected
 
 
@@ -185,7 +186,7 @@ def test_a_dropped_stream_gives_its_blocks_back(engine: pyengine.Engine) -> None
     next(stream)
     del stream
     gc.collect()
-    assert all(sorted(free) == list(range(size)) for free, size in zip(engine.pool.free, engine.pool.size, strict=True))
+    assert nothing_lost(engine.pool)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def test_memory_is_checked_first(folder: Path, tight: pyengine.Engine, monkeypat
     with pytest.raises(errors.ResourceError, match=r"about \d+ bytes of f32 weights, 200000 bytes of memory available"):
         pyengine.load(folder, quant="f32")
     assert tight.generate(PROMPT, max_tokens=5, ignore_eos=True).finish_reason == "length"
-    with pytest.raises(errors.ResourceError, match=r"a KV cache of 904 tokens takes \d+ bytes, 200000 are available"):
+    with pytest.raises(errors.ResourceError, match=r"a KV cache of 904 tokens takes \d+ bytes, \d+ are available"):
         tight.generate(PROMPT, max_tokens=900, ignore_eos=True)
     assert tight.pool.size == [4]
 

@@ -26,6 +26,11 @@ def test_defaults_are_greedy() -> None:
         "stop": (),
         "ignore_eos": False,
         "speculate": None,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "logit_bias": None,
+        "logprobs": 0,
+        "prompt_logprobs": False,
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 1  # type: ignore[misc]
@@ -60,6 +65,12 @@ def test_defaults_are_greedy() -> None:
         ("stop", ["a", "b"], ("a", "b")),
         ("stop", ["x" * 1024] * 16, ("x" * 1024,) * 16),
         ("ignore_eos", True, True),
+        ("frequency_penalty", -2, -2.0),
+        ("presence_penalty", 2, 2.0),
+        ("logit_bias", {}, {}),
+        ("logit_bias", {np.int64(3): 1, 4: -math.inf, 5: np.float32(-0.5)}, {3: 1.0, 4: -math.inf, 5: -0.5}),
+        ("logprobs", 20, 20),
+        ("prompt_logprobs", True, True),
     ],
 )
 def test_malformed_g08_g14_g15_g16_g18_g20_g21_values_that_are_taken(name: str, value: Any, kept: Any) -> None:
@@ -109,6 +120,21 @@ def test_malformed_g08_g14_g15_g16_g18_g20_g21_values_that_are_taken(name: str, 
         ("stop", ["\ud800"], "surrogate"),
         ("ignore_eos", 1, "True or False"),
         ("ignore_eos", "no", "True or False"),
+        ("frequency_penalty", 2.01, "-2.0 to 2.0"),
+        ("frequency_penalty", math.nan, "-2.0 to 2.0"),
+        ("presence_penalty", -2.01, "-2.0 to 2.0"),
+        ("presence_penalty", "1", "a number"),
+        ("logit_bias", [(1, 2.0)], "{token id: value}"),
+        ("logit_bias", {"1": 2.0}, "an integer"),
+        ("logit_bias", {True: 2.0}, "an integer"),
+        ("logit_bias", {1: math.inf}, "finite"),
+        ("logit_bias", {1: math.nan}, "finite"),
+        ("logit_bias", {1: 1e7}, "1000000"),
+        ("logit_bias", {1: "2"}, "a number"),
+        ("logprobs", 21, "0 to 20"),
+        ("logprobs", -1, "0 to 20"),
+        ("logprobs", True, "an integer"),
+        ("prompt_logprobs", 1, "True or False"),
     ],
 )
 def test_malformed_g08_g14_g15_g16_g18_g20_g21_values_that_are_refused(name: str, value: Any, says: str) -> None:

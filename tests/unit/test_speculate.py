@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from builders import write_tiny_model
 from golden.golden_cases import CONFIGS
+from kv_pools import nothing_lost
 from tiny_tokenizers import byte_level
 from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
 from pyengine import _core, errors
 from pyengine import generate as generate_module
+from pyengine.sampling import RowSampling
 from pyengine.speculate import FIRST_CHANCE, MAX_DRAFT, STEP_COST, NgramDrafter
 
 ISAS = [entry["name"] for entry in _core.isas() if entry["available"]]
@@ -36,7 +38,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.3},
     "warm": {"temperature": 1.0, "seed": 3},
     "cut": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 2**64 - 1},
-    "warm_penalty": {"temperature": 0.8, "repetition_penalty": 1.2, "seed": 5},
+    "warm_penalty": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.7, "seed": 5},
+    "penalties": {"presence_penalty": 1.1, "frequency_penalty": 0.4, "logit_bias": {40: 2.5, 41: float("-inf")}},
 }
 
 
@@ -89,7 +92,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> type[Oracle]:
 
 
 def all_free(engine: pyengine.Engine) -> bool:
-    return all(sorted(free) == list(range(size)) for free, size in zip(engine.pool.free, engine.pool.size, strict=True))
+    return nothing_lost(engine.pool)
 
 
 def check_same(engine: pyengine.Engine, prompt: list[int], **options: Any) -> pyengine.GenerationResult:
@@ -202,14 +205,17 @@ def test_every_row_has_its_own_step_and_penalty(
     oracle.texts[tuple(PROMPT)] = expected
     oracle.wrong = 0.0
     assert check_same(engine, PROMPT, **options).timings["decode_steps"] == 8
-    own = generate_module.GenerationStream._sampling
+    own = RowSampling.row
     monkeypatch.setattr(oracle, "push", lambda self, token: setattr(self, "at", self.at + 1))
-    for key in ("step", "penalty_ids"):
+    for keys in (("step",), ("penalty_ids", "penalty_counts"), ("penalty_counts",)):
 
-        def first_rows(stream: Any, drafts: list[int], key: str = key) -> dict[str, Any] | None:
-            return {**own(stream, drafts), key: own(stream, [])[key]}  # type: ignore[dict-item]
+        def first_rows(row: Any, drafts: Any = (), keys: tuple[str, ...] = keys) -> dict[str, Any] | None:
+            values, first = own(row, drafts), own(row)
+            if len(keys) == 1 and keys[0] == "penalty_counts":
+                first["penalty_counts"] = np.resize(first["penalty_counts"], len(values["penalty_ids"]))
+            return {**values, **{key: first[key] for key in keys}}
 
-        monkeypatch.setattr(generate_module.GenerationStream, "_sampling", first_rows)
+        monkeypatch.setattr(RowSampling, "row", first_rows)
         assert engine.generate(PROMPT, speculate="ngram", **options).tokens != expected
 
 

@@ -39,9 +39,9 @@ import numpy as np
 from pyengine._core import Backend
 from pyengine.cli.bench import machine_lines, number, table
 from pyengine.config import load_model_spec
-from pyengine.engine import MAX_BATCH_TOKENS
 from pyengine.errors import PyEngineError
 from pyengine.reports import machine
+from pyengine.steps import MAX_BATCH_TOKENS
 from pyengine.tensors import expected_tensors
 
 WORKER = Path(__file__).with_name("peer_worker.py")

@@ -1,0 +1,133 @@
+"""Stage 5, prefix_cache: KV blocks of earlier sequences, found again by the exact tokens before and in them.
+
+What a block holds depends on its tokens and those before it alone, to the bit: not on the batch, the chunks, threads
+or drafts it was computed with. So a sequence that begins with the same tokens takes the block over and computes none of
+it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pyengine._core import KV_BLOCK
+
+if TYPE_CHECKING:
+    from pyengine.kv_cache import KvPool
+
+DEFAULT_PREFIX_BYTES = 256 << 20
+NODE_BYTES = 1024  # of a node itself: its tokens, dicts and place in the order
+
+
+def first_seen(length: int, window: int | None) -> int:
+    """The first block that the token at position `length` looks into."""
+    return 0 if window is None else max(0, length + 1 - window) // KV_BLOCK
+
+
+class Node:
+    """One block's tokens after those of its parents; the blocks of the groups that have one. A window group has not
+    where the block was given back before the sequence left it."""
+
+    def __init__(self, parent: Node | None, tokens: bytes) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.children: dict[bytes, Node] = {}
+        self.blocks: dict[int, int] = {}  # group -> block
+
+
+class PrefixCache:
+    """A tree of blocks of at most `limit` bytes; the least recently used leaf goes first.
+
+    In `order` a node stands before its parent: whatever is used moves to the end, the deepest first. So the first of
+    all is a leaf, and evicting it needs no search.
+    """
+
+    def __init__(self, pool: KvPool, limit: int) -> None:
+        self.pool: KvPool = weakref.proxy(pool)  # a cycle would keep the core's memory until it is collected
+        self.limit = limit
+        self.bytes = 0  # of blocks and nodes
+        self.root = Node(None, b"")
+        self.order: OrderedDict[Node, None] = OrderedDict()
+
+    def find(self, ids: Sequence[int]) -> tuple[int, list[dict[int, int]]]:
+        """The most blocks that a sequence of `ids` can begin with, its last token left to compute, and for every group
+        those that the next token sees: index -> block."""
+        windows = self.pool.windows
+        path = self._path(_keys(ids[: len(ids) - 1])) if self.order else []
+        for depth in range(len(path), 0, -1):
+            seen = [range(first_seen(depth * KV_BLOCK, window), depth) for window in windows]
+            # the narrowest window and the last block first: where one is missing, that is soon found
+            narrow = sorted(range(len(windows)), key=lambda group: len(seen[group]))
+            if all(group in path[index].blocks for group in narrow for index in reversed(seen[group])):
+                self._use(path[:depth])
+                return depth, [
+                    {index: path[index].blocks[group] for index in indices} for group, indices in enumerate(seen)
+                ]
+        return 0, [{} for _ in windows]
+
+    def keep(self, ids: Sequence[int], owned: Sequence[dict[int, int]]) -> None:
+        """Share the whole blocks of a sequence: its tokens, and what it owns of each group (index -> block)."""
+        keys = _keys(ids) if self.limit else []
+        path = self._path(keys)
+        for node in path:  # what is on the path cannot be evicted for it
+            del self.order[node]
+        for index, key in enumerate(keys):
+            parent = path[index - 1] if index else self.root
+            new = index == len(path)
+            node = Node(parent, key) if new else path[index]
+            missing = {
+                group: blocks[index]
+                for group, blocks in enumerate(owned)
+                if index in blocks and group not in node.blocks
+            }
+            size = sum(self.pool.block_bytes[group] for group in missing) + (NODE_BYTES if new else 0)
+            while self.bytes + size > self.limit and self.evict():
+                pass
+            if self.bytes + size > self.limit:
+                break
+            if new:
+                path.append(node)
+                parent.children[key] = node
+            self.bytes += size
+            node.blocks.update({group: self.pool.share(group, block) for group, block in missing.items()})
+        for node in reversed(path):
+            self.order[node] = None
+
+    def evict(self) -> bool:
+        """Give back the blocks of the least recently used leaf; False where there is none."""
+        if not self.order:
+            return False
+        node, _ = self.order.popitem(last=False)
+        assert node.parent is not None
+        assert not node.children
+        del node.parent.children[node.tokens]
+        for group, block in node.blocks.items():
+            self.pool.give_back(group, block)
+        self.bytes -= NODE_BYTES + sum(self.pool.block_bytes[group] for group in node.blocks)
+        return True
+
+    def _path(self, keys: Sequence[bytes]) -> list[Node]:
+        """The nodes of as many blocks, from the first, as are there."""
+        path, node = [], self.root
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def _use(self, path: Sequence[Node]) -> None:
+        for node in reversed(path):
+            self.order.move_to_end(node)
+
+
+def _keys(ids: Sequence[int]) -> list[bytes]:
+    """The tokens of every whole block, as they are compared."""
+    packed = np.array(ids, np.int32).tobytes()
+    size = 4 * KV_BLOCK
+    return [packed[at : at + size] for at in range(0, len(packed) - size + 1, size)]
