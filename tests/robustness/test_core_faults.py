@@ -72,7 +72,7 @@ one.close()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_forked_child(tmp_path: Path, threads: int) -> None:
+def test_report_g27_a_forked_child(tmp_path: Path, threads: int) -> None:
     """While threads compute: its copy of the engine is refused and can be closed, and one of its own works."""
     model = calibrated_model(tmp_path / "model")
     done = subprocess.run(

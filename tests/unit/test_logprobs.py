@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,9 +108,14 @@ def test_sampled_tokens_follow_the_adjusted_logits(engine: pyengine.Engine) -> N
         ({-1: 1.0}, "token id -1"),
         ({2**70: 1.0}, "expected 0 to 96"),
         (dict.fromkeys(range(VOCAB), -INF), "-inf for all 97"),
+        ({"191222": -100}, "'191222'"),
+        ({"abc": 1}, "'abc'"),
+        ({1: math.nan}, "nan"),
     ],
 )
-def test_bad_biases_are_refused_at_the_door(engine: pyengine.Engine, bias: dict[int, float], says: str) -> None:
+def test_malformed_g22_report_f14_bad_biases_are_refused_at_the_door(
+    engine: pyengine.Engine, bias: dict[Any, float], says: str
+) -> None:
     runs = engine.program.program.times()[1]
     for call in (engine.stream, lambda ids, **options: engine.generate_batch([ids, ids], **options)):
         with pytest.raises(errors.RequestError, match=says):

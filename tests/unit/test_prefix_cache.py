@@ -103,8 +103,10 @@ def test_a_window_is_resumed_where_all_it_sees_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [0, NODE_BYTES, 40_000, 1 << 20])
 @pytest.mark.parametrize("case", ["llama", "qwen2_window", "mistral_window"])
-def test_the_limit_is_never_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, limit: int) -> None:
-    """Also G15: 100 prompts under 1 MiB."""
+def test_report_g15_the_limit_is_never_exceeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, limit: int
+) -> None:
+    """100 prompts under 1 MiB, and less."""
     make(tmp_path, case)
     with pyengine.load(tmp_path, quant="f32", threads=1, prefix_cache_bytes=limit) as one:
         pool, most = one.pool, 0
