@@ -116,6 +116,7 @@ def test_ctrl_c_before_the_first_word_drops_the_message() -> None:
         chat.expect("one\n\n> ")
         chat.send("/regen\n")
         chat.expect("there is no answer yet")
+        chat.expect("\n> ")
         leave(chat)
 
 

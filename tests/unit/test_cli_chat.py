@@ -257,7 +257,7 @@ def test_regen_asks_the_same_with_another_seed(engine: EchoEngine, talk: Any) ->
 
 def test_set_shows_changes_and_takes_back(engine: EchoEngine, talk: Any) -> None:
     engine.own = ChatSampling({**DEFAULTS, "top_k": 5}, {**dict.fromkeys(DEFAULTS, "default"), "top_k": "file"}, ())
-    lines = b'/set temp 0.25\n/set --top-k 3\n/set stop ["\\n", "END"]\n/set seed 4\n/set\na\n/set top_k default\nb\n'
+    lines = b'/set temp 0.25\n/set --top-k 3\n/set stop ["\\n", "END"]\n/set seed 4\n/set logit_bias {"7": -5}\n/set\na\n/set top_k default\nb\n'
     code, _, err = talk(lines, "--min-p", "0.1")
     assert code == 0
     assert set(err) == {
@@ -270,10 +270,14 @@ def test_set_shows_changes_and_takes_back(engine: EchoEngine, talk: Any) -> None
         "seed 4 (/set)",
         "stop '\\n', 'END' (/set)",
         "speculate none (default)",
+        "frequency_penalty 0.0 (default)",
+        "presence_penalty 0.0 (default)",
+        "logit_bias {7: -5.0} (/set)",
     }
     first, second = engine.requests
     assert (first["temperature"], first["top_k"], first["seed"], first["min_p"]) == (0.25, 3, 4, 0.1)
     assert list(first["stop"]) == ["\n", "END"]
+    assert first["logit_bias"] == {7: -5}
     assert (second["temperature"], second["top_k"], second["seed"]) == (0.25, 5, 5)
 
 
