@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ChatTemplateError, ModelFormatError, RequestError
+from pyengine.gguf_file import is_gguf
 from pyengine.sampling import MAX_TOP_K, SamplingParams
 from pyengine.strict_json import shown
 
@@ -165,4 +166,5 @@ class ChatRequests:
 
 def no_template(folder: Path) -> str:
     """What a model without a template is told with."""
-    return f"{folder}: no chat template (chat_template.jinja or tokenizer_config.json); expected one, or a jinja file"
+    places = "key 'tokenizer.chat_template'" if is_gguf(folder) else "chat_template.jinja or tokenizer_config.json"
+    return f"{folder}: no chat template ({places}); expected one, or a jinja file"

@@ -98,7 +98,10 @@ def read(path: Path) -> ConfigValues:
     if header.value("general.type", str, "model") != "model":
         raise UnsupportedModelError(f"{path}: key 'general.type': {shown(header.keys['general.type'])}; expected model")
     own = name + "."
-    given = {key[len(own) :]: header.value(key) for key in header.keys if key.startswith(own)}
+    given = {key[len(own) :]: value for key, value in header.keys.items() if key.startswith(own)}  # lists stay unread
+    if given.get("attention.causal", True) is not True:
+        causal = own + "attention.causal"
+        raise UnsupportedModelError(f"{path}: key {shown(causal)}: {shown(header.keys[causal])}; expected true")
     spelled = {usual: own + key for usual, key in KEYS.items()}
     spelled |= {f"rope_scaling.{usual}": own + key for usual, key in SCALING.items()}
     spelled |= {"partial_rotary_factor": own + DIMENSIONS, "eos_token_id": f"{TOKENIZER}eos_token_id"}
@@ -144,12 +147,12 @@ def _dtype(header: GgufHeader) -> str:
 
 
 def _scaling(header: GgufHeader, own: str, given: dict[str, Any]) -> dict[str, Any] | None:
-    """rope_scaling, taken out of `given`: none, linear or yarn."""
+    """rope_scaling, taken out of `given`: none, linear or yarn; a factor without a type is linear, as in llama.cpp."""
     scaling = {usual: given.pop(key) for usual, key in SCALING.items() if key in given}
     old = given.pop(OLD_FACTOR, None)
-    if old is not None and not scaling:
-        scaling = {"rope_type": "linear", "factor": old}
-    kind = scaling.setdefault("rope_type", "none")
+    if old is not None:
+        scaling.setdefault("factor", old)
+    kind = scaling.setdefault("rope_type", "linear" if scaling.get("factor") else "none")
     if kind == "none":  # the other keys say what the context was before, and change nothing
         return None
     if kind not in ("linear", "yarn"):
@@ -168,11 +171,13 @@ def _partial(header: GgufHeader, own: str, given: dict[str, Any], values: Mappin
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if head_dim is None and type(hidden) is int and type(heads) is int and heads > 0:
         head_dim = hidden // heads
+    if type(head_dim) is not int or head_dim < 1:  # refused under the file's own name
+        return {}
     if length is not None and length != head_dim:
         raise UnsupportedModelError(
             f"{header.path}: key {shown(own + VALUE_LENGTH)}: {shown(length)}; expected {head_dim}, the keys'"
         )
-    if rotated is None or rotated == head_dim or not head_dim:
+    if rotated is None or rotated == head_dim:
         return {}
     if type(rotated) is not int or not 0 < rotated < head_dim:
         raise header.bad(own + DIMENSIONS, rotated, f"1 to {head_dim}")

@@ -61,6 +61,9 @@ class GgufArray:
     count: int
     begin: int
 
+    def __repr__(self) -> str:
+        return f"a list of {self.count}"
+
 
 class GgufHeader:
     """A checked header. keys: name -> number, bool, text, or a `GgufArray` to be read with `value`.

@@ -20,6 +20,7 @@ Document = dict[str, Any]
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, USER_DEFINED, UNUSED, BYTE = 1, 2, 4, 5, 6
 MODEL = TOKENIZER + "model"
+MAX_PIECE_CHARACTERS = 4096  # of a token of a SentencePiece vocabulary: all of its splits are looked up
 SPACE = "\u2581"
 NAMED = {
     "bos_token": "bos_token_id",
@@ -165,6 +166,12 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], types: list[int]) -> D
     absent = [f"<0x{byte:02X}>" for byte in range(256) if f"<0x{byte:02X}>" not in vocab]
     if absent:
         raise TokenizerError(f"{header.path}: key '{TOKENIZER}tokens': no {absent[0]}; expected a token for each byte")
+    longest = max(tokens, key=len, default="")
+    if len(longest) > MAX_PIECE_CHARACTERS:
+        raise TokenizerError(
+            f"{header.path}: key '{TOKENIZER}tokens': {shown(longest)} of {len(longest)} characters; "
+            f"expected at most {MAX_PIECE_CHARACTERS}"
+        )
     prefix = header.value(TOKENIZER + "add_space_prefix", bool, True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)

@@ -419,7 +419,7 @@ def _unread(spec: ModelSpec, on_disk: NamesOnDisk, tensors: Mapping[str, TensorI
 def _is_inert(info: TensorInfo, spec: ModelSpec, on_disk: NamesOnDisk) -> bool:
     """Extra tensors that change no number: buffers, a head beside a tied embedding, multi-token prediction layers."""
     if info.name == on_disk.of("lm_head.weight") and spec.tie_word_embeddings:
-        return info.shape == (spec.vocab_size, spec.hidden_size)
+        return info.shape == (spec.vocab_size, spec.hidden_size) and info.dtype in (*FLOATS, *BLOCKS)
     return info.name.startswith("mtp.") or info.name.endswith(INERT) or info.dtype in ("BOOL", "I64")
 
 

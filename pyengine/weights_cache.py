@@ -244,16 +244,14 @@ def _write(backend: Backend, path: Path, index: dict[str, Any], tensors: list[in
                 at += os.pwrite(descriptor, head[at:], at)
             os.fchmod(descriptor, 0o444)  # it is mapped while it is used: nobody writes into it
             os.fsync(descriptor)
+            os.rename(name, path)  # still locked: nobody takes it for a dead process's
         finally:
             os.close(descriptor)
-        os.rename(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-    with contextlib.suppress(
-        OSError
-    ):  # the file is whole and in its place; what is not certain is that it outlives a crash
+    with contextlib.suppress(OSError):  # the file is whole and in its place; only a crash could still undo that
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -151,9 +151,9 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         (args.int4_scheme is not None, "--int4-scheme", ("int4",)),
         (args.no_calibration, "--no-calibration", ("int8", "int4")),
     ):
-        quant = args.quant or "int8"
-        if given and quant not in quants:
-            raise RequestError(f"{option} with --quant {quant}; expected --quant {' or '.join(quants)}")
+        if given and (args.quant or "int8") not in quants:
+            found = f"with --quant {args.quant}" if args.quant else "without --quant"
+            raise RequestError(f"{option} {found}; expected --quant {' or '.join(quants)}")
     if args.cache_limit is not None and (args.no_cache or not 0 <= args.cache_limit <= 1e9):
         found = "with --no-cache" if args.no_cache else f"{args.cache_limit}"
         raise RequestError(f"--cache-limit {found}; expected GB, 0 or more, of a cache that is used")

@@ -45,9 +45,10 @@ def sampling_options() -> Iterable[str]:
 def check_has_template(folder: Path, args: argparse.Namespace) -> None:
     """Refuse a model without a template before its weights are loaded; what is no model is refused by the load."""
     from pyengine.chat import no_template
+    from pyengine.gguf_file import is_gguf
     from pyengine.template_file import find_template
 
-    model = (folder / "config.json").exists()
+    model = is_gguf(folder) or (folder / "config.json").exists()
     if model and args.chat_template is None and find_template(folder) is None:
         raise ChatTemplateError(f"{no_template(folder)} with --chat-template; `generate --raw` needs none")
 

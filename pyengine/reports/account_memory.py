@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pyengine.steps import MAX_BATCH_TOKENS, MAX_SEQUENCES
 from pyengine.reports.account_parts import Anatomy, Ffn
+from pyengine.steps import MAX_BATCH_TOKENS, MAX_SEQUENCES
 
 TILE_ROWS = 12  # that a tile of a matrix product may read past a batch
 CHOICE, ROUTED, SHARED, PHASES = 0, 1, 2, 3  # parts of a layer's FFN, one after the other

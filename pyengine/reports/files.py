@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
+from pyengine import system
 from pyengine.errors import RequestError, ResourceError
 
 
@@ -26,10 +28,11 @@ def write(path: Path, content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise RequestError(f"{path}: not a regular file; expected a file to write to")
-    part = target.with_name(f".{target.name[:100]}.{os.getpid()}.tmp")
+    part = target.with_name(f".{target.name[:100]}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
+        file = part.open("xb")
         try:
-            with part.open("xb") as file:
+            with file:
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -38,6 +41,9 @@ def write(path: Path, content: str | bytes) -> None:
             part.unlink(missing_ok=True)
             raise
     except OSError as error:
+        lacking = system.lacking(path, error)
+        if lacking is not None:
+            raise lacking from error
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = ResourceError if full else RequestError
         expected = "room for the file" if full else "a file that can be written"

@@ -257,7 +257,8 @@ def test_regen_asks_the_same_with_another_seed(engine: EchoEngine, talk: Any) ->
 
 def test_set_shows_changes_and_takes_back(engine: EchoEngine, talk: Any) -> None:
     engine.own = ChatSampling({**DEFAULTS, "top_k": 5}, {**dict.fromkeys(DEFAULTS, "default"), "top_k": "file"}, ())
-    lines = b'/set temp 0.25\n/set --top-k 3\n/set stop ["\\n", "END"]\n/set seed 4\n/set logit_bias {"7": -5}\n/set\na\n/set top_k default\nb\n'
+    lines = b'/set temp 0.25\n/set --top-k 3\n/set stop ["\\n", "END"]\n/set seed 4\n/set logit_bias {"7": -5}\n'
+    lines += b"/set\na\n/set top_k default\nb\n"
     code, _, err = talk(lines, "--min-p", "0.1")
     assert code == 0
     assert set(err) == {

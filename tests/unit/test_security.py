@@ -27,8 +27,14 @@ def test_one_number_stands_for_limits_of_several_modules() -> None:
 
 def test_no_limit_of_what_strangers_wrote_is_left_out() -> None:
     listed = {(module, name) for _, _, module, name in ROW.findall(TEXT)}
-    modules = ("safetensors_header", "strict_json", "checkpoint", "tokenizer_file", "chat_template", "template_limits")
-    inner = {("safetensors_header", "MAX_OFFSET"), ("template_limits", "MAX_PADDING"), ("chat_template", "MAX_DEPTH")}
+    modules = (
+        "safetensors_header", "strict_json", "checkpoint", "gguf_file", "gguf_tokenizer", "tokenizer_file",
+        "template_file", "chat_template", "template_limits",
+    )  # fmt: skip
+    inner = {
+        ("safetensors_header", "MAX_OFFSET"), ("gguf_file", "MAX_BYTES"), ("template_limits", "MAX_PADDING"),
+        ("chat_template", "MAX_DEPTH"),
+    }  # fmt: skip
     for module in modules:
         names = re.findall(r"^(MAX_\w+) = ", (ROOT / "pyengine" / f"{module}.py").read_text(encoding="utf-8"), re.M)
         assert {(module, name) for name in names} - inner <= listed, module

@@ -8,17 +8,17 @@ python="$(realpath -s "${1:-.venv}")/bin/python"
 "$python" -c 'import coverage' 2>/dev/null || { echo "coverage is not installed: $python -m pip install coverage" >&2; exit 2; }
 
 modules=(
-  checkpoint safetensors_header strict_json hub
+  checkpoint safetensors_header gguf_file gguf_checkpoint gguf_config gguf_tokenizer strict_json hub
   config config_values config_moe latent_config rope_config fp8 tensors
-  tokenizer tokenizer_file detokenize chat_template template_limits template_sandbox
-  sampling generate speculate
+  tokenizer tokenizer_file detokenize template_file chat_template template_limits template_sandbox
+  sampling steps generate batching scoring prefix_cache speculate chat
 )
 tests=(
   tests/unit/test_{strict_json,checkpoint,hub,config,config_families,rope,tensors,fp8,moe}.py
   tests/unit/test_{tokenizer,chat_template,template_limits,stop_strings,sampling,sampling_params}.py
   tests/unit/test_{engine,requests,speculate}.py tests/property/test_text_property.py
   tests/robustness/test_{config_cases,config_must_load,malformed_folders,malformed_safetensors,rare_inputs,rare_text}.py
-  tests/robustness/test_report_text.py
+  tests/robustness/test_{report_text,malformed_gguf}.py tests/unit/test_{gguf,gguf_tokenizer,template_file,batching,scoring,logprobs,prefix_cache,chat}.py
 )
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT

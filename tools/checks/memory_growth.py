@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whether memory grows with requests: 1,000 of them and 10,000 tokens must leave less than 8 MiB.
 
-    python tools/checks/memory_growth.py [FOLDER] [--quant int8] [--requests 1000] [--tokens 10] [--limit-mib 8]
+    python tools/checks/memory_growth.py [FOLDER] [--quant int8] [--requests 1000] [--tokens 11] [--limit-mib 8]
 
 FOLDER: the demo model unless given. Requests of all kinds in turn: alone, drafted, cancelled, with log probabilities,
 scored, in a batch. Resident memory is compared after a first tenth of them, which fills the pools and the prefix cache
