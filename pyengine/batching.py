@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.errors import RequestError
+from pyengine.errors import ContextFullError, RequestError
 from pyengine.generate import GenerationStream
 from pyengine.results import GenerationResult
-from pyengine.sampling import is_integer
+from pyengine.sampling import MAX_SEED, SamplingParams, is_integer
 from pyengine.steps import MAX_BATCH_TOKENS, MAX_SEQUENCES, Job, Work, run_step_or_without_drafts
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class Batch:
             while self.waiting or self.active:
                 self.step()
         finally:
-            for request in (*self.active, *self.waiting):
-                request.close()
+            with contextlib.ExitStack() as closing:  # all of them, also if Ctrl-C comes in between
+                for request in (*self.active, *self.waiting):
+                    closing.callback(request.close)
 
     def step(self) -> None:
         """Those who wait join while there is room; one step of the model; those who are done leave."""
@@ -102,8 +104,21 @@ def generate_batch(
     if isinstance(prompts, str):
         raise RequestError("prompts are one text; expected a list of prompts")
     most = check_max_batch(max_batch)
-    seeds = [seed + i if seed is not None and is_integer(seed) else seed for i in range(len(prompts))]
-    streams = [engine.stream(prompt, seed=one, **sampling) for prompt, one in zip(prompts, seeds, strict=True)]
+    engine._check_open()
+    SamplingParams(**sampling)  # what is wrong with all of them is said without the number of one
+    seeds = [int(seed) + i if seed is not None and is_integer(seed) else seed for i in range(len(prompts))]
+    if prompts and seeds[-1] != seed and 0 <= int(seed or 0) <= MAX_SEED < int(seeds[-1] or 0):
+        raise RequestError(
+            f"seed {seed} for {len(prompts)} prompts; expected at most {MAX_SEED - len(prompts) + 1}, one for each"
+        )
+    streams = []
+    for index, (prompt, one) in enumerate(zip(prompts, seeds, strict=True)):
+        try:
+            streams.append(engine.stream(prompt, seed=one, **sampling))
+        except ContextFullError as error:
+            raise ContextFullError(f"prompt {index}: {error}", error.tokens) from None
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from None
     if most == 1 or len(streams) == 1:
         return [stream.finish() for stream in streams]
     check_batch_memory(engine, streams, most)
@@ -124,4 +139,5 @@ def check_max_batch(max_batch: int | None) -> int:
 def check_batch_memory(engine: Engine, requests: Sequence[Job], most: int) -> None:
     """ResourceError where those that may run at a time do not fit together."""
     with engine._lock:
+        engine._check_open()
         engine.pool.check_memory(sum(sorted((request.kv_tokens for request in requests), reverse=True)[:most]))

@@ -359,6 +359,10 @@ class Engine(EngineReports, ChatRequests):
         """Whether this is a fork's copy: it has no threads, and a thread that is not here may hold its lock."""
         return os.getpid() != self._process
 
+    def _inside(self) -> bool:
+        """Whether this thread holds the lock: it is in a step, or changes the pool."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+
     def _running(self, timed: Timed | None = None) -> _Running:
         return _Running(self, timed)
 

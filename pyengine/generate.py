@@ -50,7 +50,9 @@ class GenerationStream:
         self.limit = room if params.max_tokens < 0 else min(params.max_tokens, room)
         self.kv_tokens = len(ids) + (0 if params.max_tokens < 0 else self.limit)  # memory is checked for so many
         with engine._lock:
-            engine.pool.check_memory(self.kv_tokens)
+            engine._check_open()  # another thread may have closed it while this one waited
+            pool, routed = engine.pool, engine.routed.total
+            pool.check_memory(self.kv_tokens)
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self.sampling = RowSampling(params, self.seed, ids)
         self.eos = frozenset() if params.ignore_eos else frozenset(engine.eos_ids())
@@ -76,13 +78,13 @@ class GenerationStream:
         self.drafter: NgramDrafter | None = None
         self.drafted = self.drafts_accepted = 0
         self.stage_ns = np.zeros(len(STAGES), np.int64)
-        self.routed = np.zeros_like(engine.routed.total)
+        self.routed = np.zeros_like(routed)
         self.batched = False  # ran beside others
         self.decoder = engine.tokenizer.stream() if engine.tokenizer is not None else None
         if params.stop and self.decoder is None:
             raise RequestError("stop strings need a tokenizer; expected a model folder with tokenizer.json")
         self.stops = StopMatcher(params.stop)
-        self.sequence = KvSequence(engine.pool, resumable=True)
+        self.sequence = KvSequence(pool, resumable=True)
         self.cancel = np.zeros(1, np.int32)
         self._pieces = self._run()
 
@@ -290,9 +292,13 @@ class GenerationStream:
         if self.result is not None or self.engine._forked():  # a fork's copy of a request is not this process's to end
             return
         engine, predicted = self.engine, max(self.completion - 1, 0)
+        inside = engine._inside()  # collected as garbage while this thread changes the pool: only give back then
         with engine._lock:
-            self.sequence.keep([*self.prompt, *self.tokens])
-            self.sequence.close()
+            try:
+                if not inside:
+                    self.sequence.keep([*self.prompt, *self.tokens])
+            finally:
+                self.sequence.close()
             if engine._timed() is self:
                 engine._time_for(None)
             routing = None if self.batched else routing_record(engine.spec, self.routed)

@@ -103,7 +103,7 @@ class KvPool:
                 if not self.prefixes.evict():
                     raise
             return
-        self.free[group] = list(range(grown - 1, self.size[group] - 1, -1))
+        self.free[group] += range(grown - 1, self.size[group] - 1, -1)
         self.owners[group] += [0] * (grown - self.size[group])
         self.size[group] = grown
 

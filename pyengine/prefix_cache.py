@@ -73,29 +73,36 @@ class PrefixCache:
         """Share the whole blocks of a sequence: its tokens, and what it owns of each group (index -> block)."""
         keys = _keys(ids) if self.limit else []
         path = self._path(keys)
-        for node in path:  # what is on the path cannot be evicted for it
-            del self.order[node]
-        for index, key in enumerate(keys):
-            parent = path[index - 1] if index else self.root
-            new = index == len(path)
-            node = Node(parent, key) if new else path[index]
-            missing = {
-                group: blocks[index]
-                for group, blocks in enumerate(owned)
-                if index in blocks and group not in node.blocks
-            }
-            size = sum(self.pool.block_bytes[group] for group in missing) + (NODE_BYTES if new else 0)
-            while self.bytes + size > self.limit and self.evict():
-                pass
-            if self.bytes + size > self.limit:
-                break
-            if new:
-                path.append(node)
-                parent.children[key] = node
-            self.bytes += size
-            node.blocks.update({group: self.pool.share(group, block) for group, block in missing.items()})
-        for node in reversed(path):
-            self.order[node] = None
+        try:
+            for node in path:  # what is on the path cannot be evicted for it
+                self.order.pop(node, None)
+            for index, key in enumerate(keys):
+                if not self._keep_block(path, index, key, owned):
+                    break
+        finally:  # also where Ctrl-C came in between
+            for node in reversed(path):
+                self.order[node] = None
+
+    def _keep_block(self, path: list[Node], index: int, key: bytes, owned: Sequence[dict[int, int]]) -> bool:
+        """Share one block, behind those of the path; whether there was room."""
+        parent = path[index - 1] if index else self.root
+        new = index == len(path)
+        node = Node(parent, key) if new else path[index]
+        missing = {
+            group: blocks[index] for group, blocks in enumerate(owned) if index in blocks and group not in node.blocks
+        }
+        size = sum(self.pool.block_bytes[group] for group in missing) + (NODE_BYTES if new else 0)
+        while self.bytes + size > self.limit and self.evict():
+            pass
+        if self.bytes + size > self.limit:
+            return False
+        shared = {group: self.pool.share(group, block) for group, block in missing.items()}
+        if new:
+            parent.children[key] = node
+            path.append(node)
+        self.bytes += size
+        node.blocks.update(shared)
+        return True
 
     def evict(self) -> bool:
         """Give back the blocks of the least recently used leaf; False where there is none."""

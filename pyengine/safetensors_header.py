@@ -88,7 +88,7 @@ class CheckpointFile:
             except OSError as error:
                 if error.errno == errno.ENOMEM:
                     raise open_error(self.path, error) from None
-                where = f"{self.path}: {error.strerror} at byte {offset + done}"
+                where = f"{self.path}: {error.strerror or error} at byte {offset + done}"
                 raise ModelFormatError(f"{where}; expected data") from None
             if count == 0:
                 where = f"{self.path}: changed while loading, ends at byte {os.fstat(self.fd).st_size}"

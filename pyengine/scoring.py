@@ -75,13 +75,17 @@ class Score:
 
 def score(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
     """Engine.score."""
+    engine._check_open()
     jobs: list[Score] = []
     for index, request in enumerate(requests):
         if not isinstance(request, Sequence) or isinstance(request, str) or len(request) != 2:
             raise RequestError(f"request {index}: {shown(request)}; expected (context ids, continuation ids)")
         context, continuation = request
-        before = check_token_ids(context, engine.spec.vocab_size) or [start_id(engine)]
-        after = check_token_ids(continuation, engine.spec.vocab_size)
+        try:
+            before = check_token_ids(context, engine.spec.vocab_size) or [start_id(engine)]
+            after = check_token_ids(continuation, engine.spec.vocab_size)
+        except RequestError as error:
+            raise RequestError(f"request {index}: {error}") from None
         if not after:
             raise RequestError(f"request {index}: an empty continuation; expected at least one token")
         if len(before) + len(after) - 1 > engine.ctx_size:
@@ -96,6 +100,7 @@ def score(engine: Engine, requests: Sequence[tuple[Sequence[int], Sequence[int]]
 
 def score_rolling(engine: Engine, ids: Sequence[int], *, window: int | None, stride: int | None) -> tuple[float, int]:
     """Engine.score_rolling."""
+    engine._check_open()
     text = [start_id(engine), *check_token_ids(ids, engine.spec.vocab_size)]
     window = size_of("window", window, engine.ctx_size, engine.ctx_size)
     stride = size_of("stride", stride, window, window)

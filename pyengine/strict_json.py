@@ -87,7 +87,7 @@ def open_error(path: Path, error: OSError) -> PyEngineError:
         return ModelFormatError(f"{path}: no such file; expected a readable file")
     if error.errno == errno.ENXIO:  # a socket, or a device without a driver
         return ModelFormatError(f"{path}: not a regular file; expected a readable file")
-    return ModelFormatError(f"{path}: {error.strerror}; expected a readable file")
+    return ModelFormatError(f"{path}: {error.strerror or error}; expected a readable file")
 
 
 def loads(

@@ -277,6 +277,9 @@ def run(args: argparse.Namespace) -> int:
     if not prompt and not args.raw:
         raise RequestError("empty prompt; expected text, or --raw to start from nothing")
     sampling = sampling_arguments(args)
+    from pyengine.sampling import SamplingParams
+
+    SamplingParams(**sampling)  # so are wrong values
     with _options.open_engine(args, _options.model_folder(args)) as engine:
         ids, prompt_format = encode_prompt(engine, args, prompt)
         if args.verbose:
@@ -288,8 +291,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             stream.close()  # also after a closed pipe: the engine stops computing for nobody
         result = stream.result
-        if result is None:  # Ctrl-C before the first step: there is no text and nothing was timed
-            return EXIT_CANCELLED
+        assert result is not None
         record = {**result.to_json(), "prompt_format": prompt_format}
     if args.json:
         _output.print_json(record)

@@ -91,6 +91,7 @@ RANGES = {
 QUOTAS: dict[str, tuple[int, str | None, dict[str, str]]] = {
     "nothing known": (8, None, {}),
     "unlimited": (8, "0::/\n", {"fs/cgroup/cpu.max": "max 100000"}),
+    "7.65": (7, "0::/\n", {"fs/cgroup/cpu.max": "765000 100000"}),
     "two and a half": (2, "0::/\n", {"fs/cgroup/cpu.max": "250000 100000"}),
     "half of one": (1, "0::/\n", {"fs/cgroup/cpu.max": "50000 100000"}),
     "more than there are": (8, "0::/\n", {"fs/cgroup/cpu.max": "6400000 100000"}),
@@ -134,7 +135,7 @@ for root in sys.argv[1:]:
 """
 
 
-def test_default_threads(tmp_path: Path) -> None:
+def test_report_g19_default_threads(tmp_path: Path) -> None:
     """min(CPUs of this process's set, their cores, quotas of its cgroup and of those above), on a machine of 8 CPUs."""
     roots = {name: tmp_path / name.replace(" ", "_") for name in QUOTAS}
     for name, (_, groups, files) in QUOTAS.items():

@@ -85,9 +85,9 @@ def test_theta_of_the_config_is_used(case: str, tmp_path: Path) -> None:
 
 def test_report_c11_tables_grow_with_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of 255 positions that grows at the next token; the mistake is one that stays as it was."""
-    from pyengine import engine as engine_module
+    from pyengine import rope_tables
 
-    monkeypatch.setattr(engine_module, "FIRST_ROPE_POSITIONS", 255)
+    monkeypatch.setattr(rope_tables, "FIRST_ROPE_POSITIONS", 255)
     folder = model(tmp_path, {**TL, "max_position_embeddings": 300})
     right = load_reference(folder).forward(MANY[:300])
     with pyengine.load(folder, quant="f32", threads=1) as one:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,49 @@ def test_a_pool_that_cannot_grow_takes_from_the_cache(engine: pyengine.Engine, m
     with pytest.raises(errors.ResourceError, match="no memory"):
         sequence.reserve(7000)
     sequence.close()
+
+
+def test_streams_that_are_left_give_their_blocks_back(engine: pyengine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are collected as garbage while another one's blocks are being kept."""
+    share, wrong = KvPool.share, []
+
+    def collecting(self: KvPool, group: int, block: int) -> int:
+        gc.collect()
+        return share(self, group, block)
+
+    monkeypatch.setattr(sys, "unraisablehook", wrong.append)
+    monkeypatch.setattr(KvPool, "share", collecting)
+    for seed in range(12):
+        for piece in engine.stream([*ids_of(64), *ids_of(70, seed=seed)], max_tokens=4, ignore_eos=True):
+            assert piece.token >= 0
+            break
+    gc.collect()
+    assert wrong == []
+    assert nothing_lost(engine.pool)
+    assert ask(engine, [*ids_of(64), 5])[2] == 64
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_ctrl_c_while_blocks_are_kept(engine: pyengine.Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    share, calls = KvPool.share, [0]
+    ask(engine, ids_of(70))
+
+    def interrupted(self: KvPool, group: int, block: int) -> int:
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+        return share(self, group, block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KvPool, "share", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ask(engine, [*ids_of(64), *ids_of(200, seed=9)])
+    assert calls[0] >= at
+    gc.collect()
+    assert nothing_lost(engine.pool)
+    expected = ask(engine, ids_of(70), prompt_logprobs=False)[0]
+    assert ask(engine, ids_of(70))[0] == expected
+    assert nothing_lost(engine.pool)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", True, None])
