@@ -318,6 +318,8 @@ def read_index(descriptor: int, path: Path) -> tuple[dict[str, Any], int]:
         raise ModelFormatError(f"{path}: begins with {magic!r}, version {version}; expected {MAGIC!r}, {FILE_VERSION}")
     if size != end or index_bytes % 64 or not 0 < index_bytes <= min(MAX_INDEX_BYTES, size - HEADER.size):
         raise ModelFormatError(f"{path}: {size} bytes, index of {index_bytes}; expected {end} bytes in all")
+    if head != HEADER.pack(MAGIC, FILE_VERSION, 0, index_bytes, checksum, end):
+        raise ModelFormatError(f"{path}: the header is not what was written; expected zeros between its fields")
     raw = _read(descriptor, index_bytes, HEADER.size)
     if len(raw) < index_bytes or _core.checksum(raw) != checksum:
         raise ModelFormatError(f"{path}: the index is not what was written")

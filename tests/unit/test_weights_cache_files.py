@@ -19,7 +19,7 @@ from compare import assert_same_bits
 
 import pyengine
 from pyengine import _core, engine, weights_cache
-from pyengine.errors import RequestError
+from pyengine.errors import ModelFormatError, RequestError
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +258,20 @@ def test_nothing_is_written_into_the_models_folder(
     assert sorted(own.rglob("*")) == before
     monkeypatch.setenv("PYENGINE_CACHE", str(tmp_path / "own-cache"))  # a name that begins alike is another folder
     assert "cached for the next start" in run(given)[1][0]
+
+
+def test_every_bit_of_the_header_counts(model: Path, home: Path) -> None:
+    run(model)
+    (path,) = home.iterdir()
+    good = path.read_bytes()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        weights_cache.read_index(file.fileno(), path)
+        for bit in range(8 * weights_cache.HEADER.size):
+            os.pwrite(file.fileno(), bytes([good[bit // 8] ^ 1 << bit % 8]), bit // 8)
+            with pytest.raises(ModelFormatError, match=r"expected|not what was written"):
+                weights_cache.read_index(file.fileno(), path)
+            os.pwrite(file.fileno(), good[bit // 8 : bit // 8 + 1], bit // 8)
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
