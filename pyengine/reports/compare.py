@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pyengine import system
 from pyengine.errors import ComputeError, RequestError
 
 Float32 = npt.NDArray[np.float32]
@@ -86,7 +87,8 @@ class PositionStatistics:
 def read_text(path: Path | None, *, offset: int = 0) -> TextSource:
     """The text of `path`, or the one shipped with pyengine, from byte `offset` on. UTF-8.
 
-    Errors: RequestError for an unreadable file, one over 64 MiB, an offset outside it or inside a character.
+    Errors: RequestError for an unreadable file, one over 64 MiB, an offset outside it or inside a character;
+    ResourceError: `system.lacking`.
     """
     if path is None:
         data = (resources.files("pyengine") / "data" / DEFAULT_TEXT).read_bytes()
@@ -97,7 +99,8 @@ def read_text(path: Path | None, *, offset: int = 0) -> TextSource:
             with path.open("rb") as file:
                 data = file.read(MAX_TEXT_BYTES + 1)
         except OSError as error:
-            raise RequestError(f"{path}: {error.strerror or error}; expected a readable text file") from error
+            wrong = RequestError(f"{path}: {error.strerror or error}; expected a readable text file")
+            raise system.lacking(path, error) or wrong from error
         if len(data) > MAX_TEXT_BYTES:
             raise RequestError(f"{path}: more than {MAX_TEXT_BYTES} bytes; expected a shorter text")
     if not 0 <= offset < max(len(data), 1):

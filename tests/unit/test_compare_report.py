@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ from fake_engine import ByteTokenizer, FakeEngine
 
 from pyengine.cli import _options
 from pyengine.cli.main import main
-from pyengine.errors import ComputeError, RequestError
+from pyengine.errors import ComputeError, RequestError, ResourceError
 from pyengine.reports import compare as report
 from pyengine.reports import compare_models
 from pyengine.reports.compare_baseline import Options, Side
@@ -270,3 +271,14 @@ def test_a_folder_made_from_a_4_bit_file_warns(
     (tmp_path / "pyengine_source.json").write_text("{}", encoding="utf-8")
     assert main(command) == 0
     assert "flatters int4" in capsys.readouterr().err
+
+
+def test_a_text_without_a_free_descriptor_is_a_matter_of_resources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(ResourceError, match=r"text\.txt: Too many open files"):
+        report.read_text(tmp_path / "text.txt")
