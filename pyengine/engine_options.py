@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from pyengine import system
 from pyengine.checkpoint import Checkpoint
 from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.kv_cache import KV_DTYPES
@@ -15,13 +16,8 @@ from pyengine.spec import MLASpec, ModelSpec
 def load_arguments(**given: Any) -> dict[str, Any]:
     """The keyword arguments of `load`, environment twins filled in. RequestError for what no model could take."""
     threads, isa = given["threads"], given["isa"]
-    if threads is None and os.environ.get("PYENGINE_THREADS"):
-        try:
-            threads = int(os.environ["PYENGINE_THREADS"])
-        except ValueError:
-            raise RequestError(
-                f"PYENGINE_THREADS={os.environ['PYENGINE_THREADS']!r}; expected a whole number"
-            ) from None
+    if threads is None:
+        threads = system.environment_threads()
     if threads is not None and (not is_integer(threads) or not 1 <= threads <= 1024):
         raise RequestError(f"threads {threads!r}; expected 1 to 1024")
     if isa is not None and not isinstance(isa, str):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+SOURCE_MARK = "pyengine_source.json"  # in a folder that was made from a 4-bit file
+
 
 def weights_cache_dir() -> Path:
     """Where packed weights are kept. Not created here."""

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 
-from pyengine.errors import ResourceError
+from pyengine.errors import RequestError, ResourceError
 
 LIBRARIES_BYTES = 64 << 20  # beside the weights; tokenizers, in Rust, aborts where it gets no memory
 LACKS = {errno.EMFILE: "a free file descriptor", errno.ENFILE: "a free file descriptor", errno.ENOMEM: "free memory"}
@@ -56,3 +56,14 @@ def _address_room() -> int | None:
             return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
     except OSError:
         return None
+
+
+def environment_threads() -> int | None:
+    """PYENGINE_THREADS; None where it is not set. RequestError if it is no number."""
+    value = os.environ.get("PYENGINE_THREADS", "")
+    if not value:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise RequestError(f"PYENGINE_THREADS={value!r}; expected a whole number") from None

@@ -114,19 +114,9 @@ def model_folder(args: argparse.Namespace, *, degrid_demo: bool = False) -> Path
     return hub.resolve(model, offline=args.offline, log=log(args), bar=not args.quiet)
 
 
-def environment_threads() -> int | None:
-    value = os.environ.get("PYENGINE_THREADS", "")
-    if not value:
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        raise RequestError(f"PYENGINE_THREADS={value!r}; expected a whole number") from None
-
-
 def threads(args: argparse.Namespace) -> int | None:
     """--threads, else PYENGINE_THREADS; None is the core's default."""
-    count: int | None = args.threads if args.threads is not None else environment_threads()
+    count: int | None = args.threads if args.threads is not None else system.environment_threads()
     if count is not None and count < 1:
         raise RequestError(f"{count} threads; expected at least 1")
     return count

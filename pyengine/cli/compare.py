@@ -9,9 +9,9 @@ from typing import Any
 
 from pyengine.cli import _files, _options, _output
 from pyengine.errors import RequestError
+from pyengine.paths import SOURCE_MARK
 
 EXIT_QUALITY_GATE = 7
-SOURCE_MARK = "pyengine_source.json"  # written by demo.py into a folder made from a 4-bit file
 
 
 def add_parser(commands: Any) -> None:

@@ -7,7 +7,7 @@ import platform
 import sys
 from typing import Any
 
-from pyengine import __version__
+from pyengine import __version__, system
 from pyengine.cli import _options, _output
 
 
@@ -28,7 +28,7 @@ def describe() -> dict[str, Any]:
     from pyengine.reports.machine import cpu_name
 
     isas = list(_core.isas())
-    threads = _options.environment_threads()
+    threads = system.environment_threads()
     return {
         "version": __version__,
         "python": platform.python_version(),
