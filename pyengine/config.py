@@ -294,7 +294,8 @@ def _ffn(config: ConfigValues, family: Family, bias: bool, warnings: list[str]) 
     if act not in ACTIVATIONS:
         raise config.unsupported(key, act, f"one of {', '.join(ACTIVATIONS)}")
     other = config.values.get("hidden_act")
-    if key != "hidden_act" and other is not None and ACTIVATIONS.get(other) != ACTIVATIONS[act]:
+    named = ACTIVATIONS.get(other) if isinstance(other, str) else None
+    if key != "hidden_act" and other is not None and named != ACTIVATIONS[act]:
         warnings.append(
             f"{config.path}: key 'hidden_act': {shown(other)} is ignored; {family.name} has '{key}': '{act}'"
         )

@@ -6,6 +6,7 @@ nothing that is accepted here.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import sys
@@ -53,7 +54,7 @@ def spoil(rng: random.Random, header: dict[str, object]) -> None:
     """One thing in the header becomes another."""
     names = [name for name, entry in header.items() if name != "__metadata__" and isinstance(entry, dict)]
     if not names or rng.random() < 0.1:
-        header[rng.choice(["", "x", "__metadata__", "a\nb"])] = rng.choice([*ODD, {"dtype": "F32"}])
+        header[rng.choice(["", "x", "__metadata__", "a\nb"])] = copy.deepcopy(rng.choice([*ODD, {"dtype": "F32"}]))
         return
     entry = header[rng.choice(names)]
     assert isinstance(entry, dict)
@@ -63,7 +64,8 @@ def spoil(rng: random.Random, header: dict[str, object]) -> None:
     elif rng.random() < 0.2:
         entry.pop(key, None)
     else:
-        entry[key] = rng.choice([*ODD, *sorted(DTYPE_BITS), "F128", [number(rng) for _ in range(rng.randrange(4))]])
+        odd = rng.choice([*ODD, *sorted(DTYPE_BITS), "F128", [number(rng) for _ in range(rng.randrange(4))]])
+        entry[key] = copy.deepcopy(odd)
 
 
 def case(rng: random.Random) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,12 @@ def test_a_gpt_2_without_prefix_is_the_same(tmp_path: Path) -> None:
     with pyengine.load(one, quant="f32", threads=1) as a, pyengine.load(other, quant="f32", threads=1) as b:
         assert b.notes == ["tensor 'h.0.attn.bias' is not used"]
         np.testing.assert_array_equal(a.logits([1, 2, 3]), b.logits([1, 2, 3]))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_a_list_in_any_key_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for key in sorted({key for config in CONFIGS.values() for key in config}):
+        path.write_text(json.dumps({**CONFIGS[name], key: [[1]]}))
+        with contextlib.suppress(ModelFormatError, UnsupportedModelError):
+            assert load_model_spec(tmp_path).layers
