@@ -93,20 +93,30 @@ inline void add_block(F& f, F& group, I acc, F factor, const float* act_scale) {
   if (LAST) f = simd::fma(group, simd::set1(*act_scale), f);
 }
 
-// After all groups: f[0 .. T - 1] of a panel without the factor 1 / kRange, and with the part of the minimums.
+// The part of the minimums for T rows of activations, over all groups of a panel.
+template <int FORMAT, int SUB, int T>
+inline void sum_minimums(F* part, const Scales<FORMAT>& scales, const QuantView& v, int64_t token0, int64_t ratio) {
+  PE_UNROLL for (int j = 0; j < T; ++j) part[j] = simd::zero();
+  if (!Weights<FORMAT>::kMinimum) return;
+  const int64_t n = SUB == kActGroup ? v.groups : 2 * v.groups;
+  const float* sums = (SUB == kActGroup ? v.scaled_sum64 : v.scaled_sum32) + token0 * n;
+  for (int64_t g = 0; g < n; ++g) {  // where the last group has no second half its sum is 0
+    const F minimum = scales.minimum(SUB == kActGroup ? g / ratio : g);
+    PE_UNROLL for (int j = 0; j < T; ++j) part[j] = simd::fma(minimum, simd::set1(sums[j * n + g]), part[j]);
+  }
+}
+
+// After all groups: f[0 .. T - 1] of a panel without the factor 1 / kRange, and the part of the minimums.
+template <int T>
+inline void end_groups(F* f, const F* part) {
+  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = simd::fma(f[j], simd::set1(kRange), part[j]);
+}
+
 template <int FORMAT, int SUB, int T>
 inline void end_groups(F* f, const Scales<FORMAT>& scales, const QuantView& v, int64_t token0, int64_t ratio) {
   F part[T];
-  PE_UNROLL for (int j = 0; j < T; ++j) part[j] = simd::zero();
-  if (Weights<FORMAT>::kMinimum) {
-    const int64_t n = SUB == kActGroup ? v.groups : 2 * v.groups;
-    const float* sums = (SUB == kActGroup ? v.scaled_sum64 : v.scaled_sum32) + token0 * n;
-    for (int64_t g = 0; g < n; ++g) {  // where the last group has no second half its sum is 0
-      const F minimum = scales.minimum(SUB == kActGroup ? g / ratio : g);
-      PE_UNROLL for (int j = 0; j < T; ++j) part[j] = simd::fma(minimum, simd::set1(sums[j * n + g]), part[j]);
-    }
-  }
-  PE_UNROLL for (int j = 0; j < T; ++j) f[j] = simd::fma(f[j], simd::set1(kRange), part[j]);
+  sum_minimums<FORMAT, SUB, T>(part, scales, v, token0, ratio);
+  end_groups<T>(f, part);
 }
 
 // Column k of a panel's weights as integers, the offset removed.
@@ -151,13 +161,13 @@ inline void write_out(const LinearArgs& a, int64_t token, int64_t panel, F f) {
   simd::store(out, f);
 }
 
-// Reads the numbers in front of a panel's data, a byte a line. The blocks use them bit by bit, far apart from the data:
-// so they come in the order of memory instead, and all that a thread reads is one ascending stream, which the memory's
-// own prefetchers follow without a pause (two panels side by side, or the numbers on demand, lost 15 to 40 % of the
-// bandwidth).
-inline void read_ahead(const Packed& w, int64_t panel) {
+// Reads the first bytes of a panel, a byte a line: the numbers in front of its data. The blocks use them bit by bit, far
+// apart from the data: so they come in the order of memory instead, and all that a thread reads is one ascending stream,
+// which the memory's own prefetchers follow without a pause (two panels side by side, or the numbers on demand, lost 15
+// to 40 % of the bandwidth).
+inline void read_ahead(const Packed& w, int64_t panel, size_t bytes) {
   const uint8_t* base = w.data + panel * w.panel_bytes;
-  for (size_t i = 0; i < w.data_offset; i += 64) {
+  for (size_t i = 0; i < bytes; i += 64) {
     static_cast<void>(*static_cast<const volatile uint8_t*>(base + i));
     simd::prefetch(base + i + kAhead);
   }
@@ -169,10 +179,15 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
   constexpr int kChains = W::kBytes || M > 4 ? 1 : 2;
   const Packed& w = *a.weight;
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB;
-  read_ahead(w, panel);
+  // For few tokens the minimums are summed as they come: read again after the data, from the second level and behind the
+  // stream, they held it up (Zen 4, one thread: 10 to 35 % of the bandwidth).
+  constexpr bool kMinimumsFirst = W::kMinimum && M <= simd::kSelfPrefetched;
+  read_ahead(w, panel, kMinimumsFirst ? w.minimum_offset : w.data_offset);
   PE_UNROLL for (int m = 0; m < M; ++m) simd::prefetch(a.out + m * a.out_stride + (panel - a.panel_begin) * kPanel);
   const Scales<FORMAT> scales(w, panel);
   const uint8_t* data = w.data + panel * w.panel_bytes + w.data_offset;
+  F part[M];
+  if (kMinimumsFirst) sum_minimums<FORMAT, SUB, M>(part, scales, a.quant, 0, ratio);
   Act<SUB> act[M];
   F f[M], group[M];
   PE_UNROLL for (int m = 0; m < M; ++m) {
@@ -212,7 +227,8 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
       add_block<FIRST, LAST>(f[m], group[m], sum, factor, scale);
     }
   });
-  end_groups<FORMAT, SUB, M>(f, scales, a.quant, 0, ratio);
+  if (!kMinimumsFirst) sum_minimums<FORMAT, SUB, M>(part, scales, a.quant, 0, ratio);
+  end_groups<M>(f, part);
   PE_UNROLL for (int m = 0; m < M; ++m) write_out(a, m, panel, add_outliers<FORMAT>(f[m], a, scales, panel, m));
 }
 

@@ -24,7 +24,7 @@ constexpr int kScoreRows = 2;
 constexpr int kValueRows = 2;
 constexpr int kValueColumns = 2;
 constexpr int kByteRows = 1;
-constexpr int kSelfPrefetched = 0;
+constexpr int kSelfPrefetched = 1;  // Zen 4, one thread: bf16 and int8 +10 to 25 %, int4 with minimums +7
 constexpr int kAffineCandidates = 1;
 constexpr int kScaleCandidates = 1;
 
