@@ -1,4 +1,5 @@
-"""Stage 6, drawing: a picture as shapes in units of its own, 1000 wide: html.py makes SVG of it, png.py a file.
+"""Stage 6, drawing: a picture as shapes in units of its own, laid out twice: 1000 wide for a page and for a file, 340
+wide for a telephone. html.py makes SVG of both, png.py a file of the wide one.
 
 Colours are numbers of a palette, one for light pages and one for dark ones.
 """
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-WIDTH = 1000.0
+WIDTH, NARROW = 1000.0, 340.0
+READABLE = 11.0  # pixels: a page shows the narrow layout where text of the wide one would be smaller
 TEXT = 13.0  # height of a line of text
 CHARACTER = 7.2  # width of one, about
 STRIP_RGB, STRIP_OPACITY = (214, 110, 40), 0.75  # of a token at depth 1; reads on a light and on a dark page
@@ -113,10 +115,21 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    title: str
+class Layout:
+    """Shapes from (0, 0) at the top left to (width, height)."""
+
+    width: float
     height: float
     shapes: Sequence[Shape]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The same picture WIDTH and NARROW wide."""
+
+    title: str
+    wide: Layout
+    narrow: Layout
     legend: Sequence[Key] = ()
     caption: str = ""  # what the numbers are, above it
 

@@ -1,19 +1,24 @@
 """Stage 6, html: what reports share as HTML: one self-contained page, tables, and drawings as inline SVG.
 
 No script, no network: style is in the page, light or dark as the reader's system says, and plain when printed. Every
-number of a picture is also in a table beside it. On a narrow screen pictures and tables scroll in their own boxes.
+number of a picture is also in a table beside it. A page, or the cell of a notebook, that is narrow shows the pictures'
+narrow layouts, and each row of a table that does not fit as a block of named values: nothing scrolls sideways.
 """
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from pyengine.reports import drawing
-from pyengine.reports.drawing import DARK, LIGHT, STRIP_OPACITY, STRIP_RGB, Drawing, Palette, Strip
+from pyengine.reports.drawing import DARK, LIGHT, STRIP_OPACITY, STRIP_RGB, Drawing, Layout, Palette, Strip
 
 CLASS = "pyengine-report"
 LONG = 40  # characters of a cell that may be broken into lines
+NARROW_PIXELS = math.ceil(drawing.WIDTH * drawing.READABLE / drawing.TEXT)  # a page of less is narrow
+# Pixels of tables on a narrow page: text, a character's width, between columns, and what a table may take of 400.
+SMALL, DIGIT, BLANK, SPACE = 12, 7.5, 8, 368
 
 
 def _style() -> str:
@@ -45,7 +50,8 @@ def _style() -> str:
         f"{c} h1{{font-size:1.5rem}}{c} h2{{font-size:1.15rem;margin-top:1.6rem}}{c} p{{margin:.4rem 0}}"
         f"{c} ul{{margin:.4rem 0;padding-left:1.4rem}}"
         f"{c} pre{{white-space:pre-wrap;font-size:.82rem;color:var(--text);background:none}}"
-        f"{c} .figure{{overflow-x:auto}}{c} svg{{width:100%;min-width:46rem;height:auto;display:block}}"
+        f"{c}{{container-type:inline-size}}{c} svg{{width:100%;height:auto;display:block}}"
+        f"{c} svg.narrow{{display:none;max-width:{drawing.NARROW * 1.5:g}px}}"
         f"{c} svg text{{fill:var(--text);font:13px system-ui,sans-serif}}{on}"
         f"{c} .keys span{{display:inline-block;margin-right:1em}}"
         f"{c} .keys i{{display:inline-block;width:.8em;height:.8em;margin-right:.3em}}"
@@ -54,8 +60,27 @@ def _style() -> str:
         f"{c} .keys i.dash{{background:none}}"
         f"{c} .grid{{stroke:var(--line);fill:none}}{c} .dashed{{stroke-dasharray:6 4}}"
         f"{c} .strip{{white-space:pre-wrap}}{c} mark{{background:#f6ad55;color:#1a202c}}"
+        f"@media screen{{@container(width<{NARROW_PIXELS}px){{{_narrow(c)}}}}}"
         f"@media print{{{c}{{{bright}font-size:10pt;max-width:none}}{c} section{{break-inside:avoid}}"
-        f"{c} svg{{min-width:0}}{c} *{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}"
+        f"{c} *{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}}}"
+    )
+
+
+def _narrow(c: str) -> str:
+    """Of a narrow page."""
+    cards = f"{c} table.cards"
+    return (
+        f"{c} svg.wide{{display:none}}{c} svg.narrow{{display:block}}{c} table{{font-size:{SMALL}px}}"
+        f"{c} .facts{{font-size:inherit}}{c} th,{c} td{{padding:.15rem {BLANK // 2}px}}"
+        f"{c} th,{c} td:first-child{{white-space:normal;overflow-wrap:normal;vertical-align:bottom}}"
+        f"{cards} thead{{display:none}}{cards} tbody{{display:block}}"
+        f"{cards} tr{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--cell)),1fr));"
+        f"gap:0 .8rem;border-bottom:1px solid var(--line);padding:.3rem 0}}"
+        f"{cards} td{{display:flex;justify-content:space-between;gap:.6em;border:0;padding:0}}"
+        f"{cards} td::before{{content:attr(data-head);color:var(--faint);white-space:normal;text-align:left}}"
+        f"{cards} td:first-child{{grid-column:1/-1;justify-content:start;font-weight:600;overflow-wrap:anywhere}}"
+        f"{cards} td:first-child::before{{font-weight:normal}}{cards} td:empty{{display:none}}"
+        f"{cards} .long{{display:block;grid-column:1/-1;min-width:0}}{cards} .long::before{{display:block}}"
     )
 
 
@@ -104,19 +129,27 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Cells as text, the first column and columns of long texts to the left. Two blanks: a good place for a break."""
-    wide = {i for row in rows for i, cell in enumerate(row) if len(cell) > LONG}
+    long = {i for row in rows for i, cell in enumerate(row) if len(cell) > LONG}
+    longest = [max((len(row[i]) for row in rows), default=0) for i in range(len(head))]
+    least = [max(map(len, name.split()), default=0) for name in head]  # the head and the first column may be broken
+    least[1:] = map(max, least[1:], longest[1:])
+    least[0] = max([least[0], *(len(word) for row in rows for word in row[0].split())])
+    fits = not long and DIGIT * sum(least) + BLANK * len(head) <= SPACE
 
-    def line(cells: Sequence[str], tag: str) -> str:
-        out = []
-        for i, text in enumerate(cells):
-            parts = (
-                "  ".join(f"<span>{escape(part)}</span>" for part in text.split("  ")) if i in wide else escape(text)
-            )
-            out.append(f'<{tag} class="long">{parts}</{tag}>' if i in wide else f"<{tag}>{parts}</{tag}>")
-        return f"<tr>{''.join(out)}</tr>"
+    def cell(i: int, text: str) -> str:
+        said = "" if fits else f' data-head="{escape(head[i])}"'
+        if i not in long:
+            return f"<td{said}>{escape(text)}</td>"
+        return f'<td class="long"{said}>{"  ".join(f"<span>{escape(part)}</span>" for part in text.split("  "))}</td>'
 
-    body = "".join(line(row, "td") for row in rows)
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>"
+    names = "".join(
+        f'<th class="long">{escape(name)}</th>' if i in long else f"<th>{escape(name)}</th>"
+        for i, name in enumerate(head)
+    )
+    body = "".join(f"<tr>{''.join(cell(i, text) for i, text in enumerate(row))}</tr>" for row in rows)
+    width = max((len(head[i]) + n for i, n in enumerate(longest) if i and i not in long), default=0)
+    kind = "" if fits else f' class="cards" style="--cell:{width}ch"'
+    return f"<table{kind}><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _shape(shape: drawing.Shape) -> str:
@@ -142,17 +175,21 @@ def _shape(shape: drawing.Shape) -> str:
 
 
 def figure(d: Drawing) -> str:
-    """A drawing with its caption and legend."""
-    svg = (
-        f'<svg viewBox="0 0 {drawing.WIDTH:g} {d.height:g}" role="img" aria-label="{escape(d.title)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(map(_shape, d.shapes))}</svg>'
-    )
+    """A drawing, for wide and for narrow pages, with its caption and legend."""
+    layouts = "".join(_svg(d.title, name, layout) for name, layout in (("wide", d.wide), ("narrow", d.narrow)))
     keys = "".join(
         f'<span><i class="s{key.colour}{" dash" if key.dashed else ""}"></i>{escape(key.name)}</span>'
         for key in d.legend
     )
     legend = f'<p class="faint keys">{keys}</p>' if keys else ""
-    return f'{paragraph(d.caption) if d.caption else ""}<div class="figure">{svg}</div>{legend}'
+    return f'{paragraph(d.caption) if d.caption else ""}<div class="figure">{layouts}</div>{legend}'
+
+
+def _svg(title: str, name: str, layout: Layout) -> str:
+    return (
+        f'<svg class="{name}" viewBox="0 0 {layout.width:g} {layout.height:g}" role="img" '
+        f'aria-label="{escape(title)}" xmlns="http://www.w3.org/2000/svg">{"".join(map(_shape, layout.shapes))}</svg>'
+    )
 
 
 def strip(s: Strip) -> str:

@@ -1,7 +1,7 @@
 """Stage 6, png: the pictures of a report as one PNG file, drawn by matplotlib (the extra [viz]).
 
-Shapes are laid out as in the page, in its light colours; running text becomes rows of characters of one width. What the
-font has no glyph for is drawn as U+FFFD. Settings of the user's matplotlib change nothing.
+Shapes are laid out as in a wide page, in its light colours; running text becomes rows of characters of one width. What
+the font has no glyph for is drawn as U+FFFD. Settings of the user's matplotlib change nothing.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Sheet:
 
         self.caption(d.caption)
         top = self.y
-        for shape in d.shapes:
+        for shape in d.wide.shapes:
             match shape:
                 case drawing.Rect(x, y, width, height, colour, _, opacity):
                     fill = (LIGHT.series[colour], opacity)
@@ -153,7 +153,7 @@ class _Sheet:
                     on = ground is not None and LIGHT.reads_better_on(*ground)
                     ink = LIGHT.on if on else LIGHT.text
                     self.text(x, top + y, text, colour=ink, anchor=anchor, turned=turned)
-        self.y = top + d.height
+        self.y = top + d.wide.height
         self.legend(d)
 
     def legend(self, d: Drawing) -> None:

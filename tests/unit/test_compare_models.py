@@ -349,7 +349,7 @@ def test_the_page_says_what_the_json_says(compared: CompareResult) -> None:
         assert re.search(rf"{name} +{cells}", text)
     for row in record["swap"]:
         assert f"{row['mean_kld']:.6f}" in text
-    svgs = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    svgs = [ET.fromstring(svg) for svg in re.findall(r'<svg class="wide".*?</svg>', page, re.DOTALL)]
     labels = [svg.attrib["aria-label"] for svg in svgs]
     assert labels[:2] == ["Output error by layer and module", "Weight error by layer and module"]
     ns = "{http://www.w3.org/2000/svg}"

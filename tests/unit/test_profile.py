@@ -286,7 +286,7 @@ def test_the_page_says_what_the_json_says(profiled: Profile) -> None:
     for row in record["contexts"]:
         ms = r"\s+".join(f"{value:.3f}" for value in (row["wall_ms"], *row["all_steps_ms"].values()))
         assert re.search(rf"{row['context']:,}\s+{ms}\s+[\d.]+\s+{100 * row['ffn_share']:.1f} %", text)
-    svgs = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    svgs = [ET.fromstring(svg) for svg in re.findall(r'<svg class="wide".*?</svg>', page, re.DOTALL)]
     labels = [svg.attrib["aria-label"] for svg in svgs]
     assert labels == [
         *("Decode time by stage", "Decode: roofline", "Prefill time by stage", "Prefill: roofline"),

@@ -13,7 +13,7 @@ import pytest
 from tiny_reports import NAMES, tiny_results
 from tool_scripts import load_tool
 
-from pyengine.reports import compare_pictures, profile_pictures
+from pyengine.reports import compare_pictures, html, profile_pictures
 from pyengine.reports.drawing import DARK, LIGHT, Palette
 from pyengine.reports.profile_work import STAGES
 
@@ -42,10 +42,10 @@ def pages(results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     return {name: folder / f"{name}.html" for name in results}
 
 
-@pytest.fixture(scope="module")
-def wide(browser: str, pages: dict[str, Path]) -> dict[str, Measured]:
-    """Every page 1280 pixels wide, light."""
-    return {name: screens.measure(browser, page, 1280) for name, page in pages.items()}
+@pytest.fixture(scope="module", params=[1280, 400])
+def light(request: pytest.FixtureRequest, browser: str, pages: dict[str, Path]) -> dict[str, Measured]:
+    """Every page with its pictures wide, and with them narrow."""
+    return {name: screens.measure(browser, page, request.param) for name, page in pages.items()}
 
 
 def width_of(shape: Measured) -> float:
@@ -105,25 +105,53 @@ def place_of(one: Measured, value: float, along: int) -> float:
     return start + (end - start) * math.log(value / low) / math.log(high / low)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, False), (400, True)])
-def test_nothing_is_wrong_on_any_screen(
-    name: str, width: int, dark: bool, browser: str, pages: dict[str, Path], wide: dict[str, Measured]
-) -> None:
-    light = (width, dark) == (1280, False)
-    measured = wide[name] if light else screens.measure(browser, pages[name], width, dark)
-    assert measured["width"] == measured["page_width"] == width
+def assert_right(measured: Measured, layout: str, palette: Palette = LIGHT) -> None:
+    """Nothing cut, covered, small, faint or to be scrolled sideways; all pictures in one layout and in the palette."""
+    assert measured["page_width"] == measured["width"]
     assert screens.findings(measured) == []
-    palette: Palette = DARK if dark else LIGHT
     assert (rgb(measured["background"]), rgb(measured["colour"])) == (rgb(palette.page), rgb(palette.text))
-    assert measured["pictures"]
+    assert {one["layout"] for one in measured["pictures"]} == {layout}
     for one in measured["pictures"]:
-        assert 0 <= one["frame"][0] < one["frame"][2] <= width  # a picture that is wider scrolls in its frame
+        assert 0 <= one["frame"][0] <= one["box"][0] < one["box"][2] <= one["frame"][2] <= measured["width"]
         assert {rgb(shape["fill"]) for shape in one["rects"] + one["circles"]} <= set(map(rgb, palette.series))
 
 
-def test_the_profile_is_drawn_as_the_json_says(wide: dict[str, Measured], results: dict[str, Any]) -> None:
-    measured, record = wide["profile"], results["profile"].to_json()
+def test_nothing_is_wrong_on_any_screen(light: dict[str, Measured]) -> None:
+    for measured in light.values():
+        assert_right(measured, "wide" if measured["width"] == 1280 else "narrow")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("width", "layout"), [(1280, "wide"), (400, "narrow")])
+def test_nothing_is_wrong_in_the_dark(name: str, width: int, layout: str, browser: str, pages: dict[str, Path]) -> None:
+    assert_right(screens.measure(browser, pages[name], width, dark=True), layout, DARK)
+
+
+@pytest.mark.parametrize(("around", "layout"), [(0, "wide"), (1, "narrow")])
+def test_the_layout_changes_where_text_would_be_too_small(
+    around: int, layout: str, browser: str, pages: dict[str, Path]
+) -> None:
+    """At the last width of the wide layout, and a pixel below it; the page has 16 pixels at either side."""
+    width = html.NARROW_PIXELS + 32 - around
+    measured = screens.measure(browser, pages["profile"], width)
+    assert {one["layout"] for one in measured["pictures"]} == {layout}
+    assert min(text["pixels"] for one in measured["pictures"] for text in one["texts"]) >= screens.MIN_TEXT
+    assert screens.findings(measured) == []
+
+
+def test_the_cell_of_a_notebook_counts_and_not_the_window(
+    browser: str, results: dict[str, Any], tmp_path: Path
+) -> None:
+    page = tmp_path / "notebook.html"
+    cell = f'<div style="width:400px">{results["profile"]._repr_html_()}</div>'
+    page.write_text(f"<!doctype html><html><body>{cell}</body></html>", encoding="utf-8")
+    measured = screens.measure(browser, page, 1280)
+    assert_right(measured, "narrow")
+    assert all(one["box"][2] <= 410 for one in measured["pictures"])
+
+
+def test_the_profile_is_drawn_as_the_json_says(light: dict[str, Measured], results: dict[str, Any]) -> None:
+    measured, record = light["profile"], results["profile"].to_json()
     for name in ("decode", "prefill"):
         title = name.capitalize()
         parts = bars(picture(measured, f"{title} time by stage"))[name]
@@ -156,8 +184,8 @@ def test_the_profile_is_drawn_as_the_json_says(wide: dict[str, Measured], result
             assert height == pytest.approx(bottom + (top - bottom) * row[key], abs=2)
 
 
-def test_the_tables_of_the_profile_are_the_json(wide: dict[str, Measured], results: dict[str, Any]) -> None:
-    tables, record = wide["profile"]["tables"], results["profile"].to_json()
+def test_the_tables_of_the_profile_are_the_json(light: dict[str, Measured], results: dict[str, Any]) -> None:
+    tables, record = light["profile"]["tables"], results["profile"].to_json()
     stages = [table for table in tables if table[0][0] == "stage"]
     for table, name in zip(stages, ("decode", "prefill"), strict=True):
         ms = {row[0]: row[1] for row in table[1:]}
@@ -175,8 +203,8 @@ def test_the_tables_of_the_profile_are_the_json(wide: dict[str, Measured], resul
     assert facts["measuring"].startswith(f"{100 * record['timer_cost']['value']:+.2f} %")
 
 
-def test_the_comparison_is_drawn_as_the_json_says(wide: dict[str, Measured], results: dict[str, Any]) -> None:
-    measured, record = wide["compare"], results["compare"].to_json()
+def test_the_comparison_is_drawn_as_the_json_says(light: dict[str, Measured], results: dict[str, Any]) -> None:
+    measured, record = light["compare"], results["compare"].to_json()
     rows = [row for row in record["layers"] if row["layer"] is not None]  # lm_head has none
     layers, modules = {row["layer"] for row in rows}, {row["module"] for row in rows}
     for title, key in (("Output", "output_rel_error"), ("Weight", "weight_rel_error")):
@@ -207,8 +235,8 @@ def test_the_comparison_is_drawn_as_the_json_says(wide: dict[str, Measured], res
         assert f"KL {kld:.4f}" in token["title"]
 
 
-def test_the_tables_of_the_comparison_are_the_json(wide: dict[str, Measured], results: dict[str, Any]) -> None:
-    tables, record = wide["compare"]["tables"], results["compare"].to_json()
+def test_the_tables_of_the_comparison_are_the_json(light: dict[str, Measured], results: dict[str, Any]) -> None:
+    tables, record = light["compare"]["tables"], results["compare"].to_json()
     modules = next(table for table in tables if table[0][0] == "layer, module" and len(table[0]) == 4)
     assert modules[1:] == [
         [row["module"] if row["layer"] is None else f"{row['layer']} {row['module']}",
@@ -224,8 +252,8 @@ def test_the_tables_of_the_comparison_are_the_json(wide: dict[str, Measured], re
     assert f"mean {record['mean_kld']:.5f}" in dict(tables[0])["KL"]
 
 
-def test_the_account_is_drawn_as_the_json_says(wide: dict[str, Measured], results: dict[str, Any]) -> None:
-    measured, record = wide["account"], results["account"].to_json()
+def test_the_account_is_drawn_as_the_json_says(light: dict[str, Measured], results: dict[str, Any]) -> None:
+    measured, record = light["account"], results["account"].to_json()
     names = {"ffn": "FFN", "attention": "attention", "embedding": "embedding", "lm_head": "head", "norm": "norms",
              "router": "router", "other": "other"}  # fmt: skip
     counts = {names[key]: value for key, value in record["parameters"].items() if key in names}
@@ -255,7 +283,9 @@ def test_what_is_wrong_is_found(browser: str, tmp_path: Path) -> None:
     page = tmp_path / "wrong.html"
     page.write_text(
         '<html><body><div class="pyengine-report" style="color:#ccc;background:#fff">'
-        '<div style="width:900px">wide</div><img src="http://127.0.0.1:9/picture.png">'
+        '<div style="width:900px">wide</div><p style="font-size:8px">small</p>'
+        '<div id="box" style="width:50px;overflow:auto"><div style="width:90px">long</div></div>'
+        '<img src="http://127.0.0.1:9/picture.png">'
         '<div class="figure"><svg viewBox="0 0 1000 60" width="600" aria-label="bad">'
         '<rect x="0" y="0" width="300" height="60" fill="#808080"/>'
         '<text x="20" y="30" fill="#909090" style="font-size:30px">grey</text>'
@@ -265,7 +295,8 @@ def test_what_is_wrong_is_found(browser: str, tmp_path: Path) -> None:
         encoding="utf-8",
     )
     found = "\n".join(screens.findings(screens.measure(browser, page, 700)))
-    for fault in ("wide in a window of 700", "requested ['http://127.0.0.1:9/picture.png']", "text rgb(204, 204,",
+    for fault in ("scrolls sideways: <div id=\"box\"", "'small' is 8.0 pixels", "wide in a window of 700",
+                  "requested ['http://127.0.0.1:9/picture.png']", "text rgb(204, 204,",
                   "'grey' has a contrast", "'one' covers 'two'", "'tiny' is 5.4 pixels", "'cut' is cut"):  # fmt: skip
         assert fault in found
-    assert found.count("\n") == 6
+    assert found.count("\n") == 8

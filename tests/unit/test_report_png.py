@@ -64,7 +64,7 @@ def test_the_pictures_are_those_of_the_page(name: str, results: dict[str, Any]) 
     """The same shapes in the same places: SVG and figure are drawn from one list, title by title."""
     pictures = PICTURES[name].pictures(results[name])
     page = results[name].to_html()
-    svgs = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+    svgs = [ET.fromstring(svg) for svg in re.findall(r'<svg class="wide".*?</svg>', page, re.DOTALL)]
     drawings = [one for one in pictures if isinstance(one, Drawing)]
     assert [svg.attrib["aria-label"] for svg in svgs] == [one.title for one in drawings]
     ns = "{http://www.w3.org/2000/svg}"
@@ -171,7 +171,8 @@ def test_settings_of_the_user_change_nothing(results: dict[str, Any], tmp_path: 
 
 def test_a_very_long_picture_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(png, "MAX_PIXELS", 2000)
-    png.write(tmp_path / "tall.png", [], [Drawing("tall", 6000, [drawing.Rect(0, 0, 1000, 6000, 0)])])
+    tall = drawing.Layout(1000, 6000, [drawing.Rect(0, 0, 1000, 6000, 0)])
+    png.write(tmp_path / "tall.png", [], [Drawing("tall", tall, tall)])
     assert max(pixels(tmp_path / "tall.png").shape) <= png.MAX_PIXELS + 1
 
 

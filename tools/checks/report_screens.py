@@ -4,8 +4,8 @@
 
 makes the pages of profile, compare and account of MODEL (default: the demo model), and their PNG files where matplotlib
 is installed, takes each page 1280 and 400 pixels wide, light and dark, and prints what is wrong: a page wider than its
-window, text that covers other text, text too small or too faint to read. Exit code 1 if anything is. With PAGEs only
-those are taken. Needs `chromium` (Debian's package of that name) or Chrome.
+window, what scrolls sideways, text that is cut, covers other text, or is too small or too faint to read. Exit code 1 if
+anything is. With PAGEs only those are taken. Needs `chromium` (Debian's package of that name) or Chrome.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTHS = (1280, 400)
-MIN_TEXT, MIN_CONTRAST = 9.0, 3.0  # height of a letter's line in pixels; WCAG's least, for graphics and large text
+MIN_TEXT, MIN_CONTRAST = 11.0, 3.0  # size of a font in pixels; WCAG's least, for graphics and large text
 SECONDS = 60
-# Of a page as it is laid out. A picture's text and shapes are in pixels of the page.
+# Of a page as it is laid out, what it shows of it. A picture's text and shapes are in pixels of the page.
 MEASURE = """
 (() => {
   const box = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; };
@@ -34,10 +34,11 @@ MEASURE = """
   const title = e => { const t = e.querySelector("title"); return t ? t.textContent : ""; };
   const all = (e, name) => [...e.querySelectorAll(name)];
   const root = document.querySelector(".pyengine-report");
-  const pictures = all(document, "svg").map(svg => {
+  const shown = e => e.getBoundingClientRect().width > 0;
+  const pictures = all(document, "svg").filter(shown).map(svg => {
     const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
     return {
-      label: svg.getAttribute("aria-label"), box: box(svg), frame: box(svg.parentElement),
+      label: svg.getAttribute("aria-label"), layout: svg.classList[0], box: box(svg), frame: box(svg.parentElement),
       rects: all(svg, "rect").map(e => ({box: box(e), title: title(e), fill: getComputedStyle(e).fill,
                                          opacity: +getComputedStyle(e).fillOpacity})),
       circles: all(svg, "circle").map(e => ({box: box(e), title: title(e), fill: getComputedStyle(e).fill})),
@@ -46,12 +47,15 @@ MEASURE = """
       paths: all(svg, "path").map(e => ({box: box(e), stroke: getComputedStyle(e).stroke})),
     };
   });
-  const scrolls = e => e.closest(".figure, table") !== null;
   return {
     width: innerWidth, page_width: document.documentElement.scrollWidth,
     page_height: Math.ceil(root.getBoundingClientRect().bottom),
-    wider: all(root, "*").filter(e => !scrolls(e) && e.getBoundingClientRect().right > innerWidth + 0.5)
+    wider: all(root, "*").filter(e => e.getBoundingClientRect().right > innerWidth + 0.5)
       .map(e => e.outerHTML.slice(0, 80)),
+    scrolling: all(root, ":not(svg *)").filter(e => e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1)
+      .map(e => e.outerHTML.slice(0, 80)),
+    sizes: all(root, ":not(svg *)").filter(e => shown(e) && own(e).trim())
+      .map(e => [parseFloat(getComputedStyle(e).fontSize), own(e).slice(0, 40)]),
     background: getComputedStyle(root).backgroundColor, colour: getComputedStyle(root).color,
     requested: performance.getEntriesByType("resource").map(e => e.name),
     pictures,
@@ -133,6 +137,11 @@ def findings(m: dict[str, Any]) -> list[str]:
     found = []
     if m["page_width"] > m["width"] or m["wider"]:
         found.append(f"{m['page_width']} pixels wide in a window of {m['width']}: {m['wider'][:3]}")
+    for element in m["scrolling"]:
+        found.append(f"scrolls sideways: {element}")
+    for pixels, text in m["sizes"]:
+        if pixels < MIN_TEXT:
+            found.append(f"'{text}' is {pixels:.1f} pixels high")
     if m["requested"]:
         found.append(f"requested {m['requested']}")
     page = channels(m["background"])
