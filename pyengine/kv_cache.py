@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pyengine import system
 from pyengine._core import KV_BLOCK, Backend, KvDtype
 from pyengine.errors import RequestError, ResourceError
-from pyengine.prefix_cache import PrefixCache, first_seen
+from pyengine.prefix_cache import PrefixCache, first_seen, surely
 from pyengine.spec import ModelSpec
 
 Int32 = npt.NDArray[np.int32]
@@ -89,7 +89,8 @@ class KvPool:
         """A block of one owner. ResourceError where there is no memory for one."""
         if not self.free[group]:
             self._grow(group)
-        block = self.free[group].pop()
+        block = self.free[group][-1]
+        del self.free[group][-1]  # pop() is a call, after which Ctrl-C could lose the block
         self.owners[group][block] = 1
         return block
 
@@ -113,10 +114,10 @@ class KvPool:
         return block
 
     def give_back(self, group: int, block: int) -> None:
-        """One owner less."""
+        """One owner less. Ctrl-C can come before, never after: the caller forgets the block next."""
         self.owners[group][block] -= 1
         if self.owners[group][block] == 0:
-            self.free[group].append(block)
+            self.free[group] += [block]
 
 
 class Sequence:
@@ -189,7 +190,7 @@ class Sequence:
             seen_from = self.length - self.length % KV_BLOCK if self.resumable else self.length
             first = first_seen(seen_from, window)
             for index in [i for i in self.owned[group] if i < first]:
-                self.pool.give_back(group, self.owned[group].pop(index))
+                self._release(group, index)
                 self.tables[group][index] = 0  # any valid block: never read
 
     def truncate(self, length: int) -> None:
@@ -202,16 +203,22 @@ class Sequence:
                 raise RequestError(f"{length} of {self.length} tokens; expected as many as the window still holds")
         for group, owned in enumerate(self.owned):
             for index in [i for i in owned if i >= keep]:
-                self.pool.give_back(group, owned.pop(index))
+                self._release(group, index)
         self.length = length
         self._owned_to = min(self._owned_to, keep * KV_BLOCK)
 
     def close(self) -> None:
-        for group, owned in enumerate(self.owned):
-            for block in owned.values():
-                self.pool.give_back(group, block)
-            owned.clear()
+        surely(self._release_all)
         self.length = self._owned_to = 0
+
+    def _release_all(self) -> None:
+        for group, owned in enumerate(self.owned):
+            for index in list(owned):
+                self._release(group, index)
+
+    def _release(self, group: int, index: int) -> None:
+        self.pool.give_back(group, self.owned[group][index])
+        del self.owned[group][index]
 
 
 def step_arrays(entries: collections.abc.Sequence[tuple[Sequence, collections.abc.Sequence[int]]]) -> StepArrays:

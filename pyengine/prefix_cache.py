@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 DEFAULT_PREFIX_BYTES = 256 << 20
 NODE_BYTES = 1024  # of a node itself: its tokens, dicts and place in the order
+
+
+def surely(act: Callable[[], None]) -> None:
+    """What may be done twice, and is done again where Ctrl-C came in between."""
+    try:
+        act()
+    except BaseException:
+        act()
+        raise
 
 
 def first_seen(length: int, window: int | None) -> int:
@@ -80,8 +89,11 @@ class PrefixCache:
                 if not self._keep_block(path, index, key, owned):
                     break
         finally:  # also where Ctrl-C came in between
-            for node in reversed(path):
-                self.order[node] = None
+            surely(lambda: self._put_back(path))
+
+    def _put_back(self, path: Sequence[Node]) -> None:
+        for node in reversed(path):
+            self.order[node] = None
 
     def _keep_block(self, path: list[Node], index: int, key: bytes, owned: Sequence[dict[int, int]]) -> bool:
         """Share one block, behind those of the path; whether there was room."""
@@ -96,25 +108,30 @@ class PrefixCache:
             pass
         if self.bytes + size > self.limit:
             return False
-        shared = {group: self.pool.share(group, block) for group, block in missing.items()}
+        # Ctrl-C comes where a call begins or a loop turns, so whatever has got an owner, or a place, is counted by then
         if new:
             parent.children[key] = node
+            self.bytes += NODE_BYTES
             path.append(node)
-        self.bytes += size
-        node.blocks.update(shared)
+        for group, block in missing.items():
+            node.blocks[group] = self.pool.share(group, block)
+            self.bytes += self.pool.block_bytes[group]
         return True
 
     def evict(self) -> bool:
         """Give back the blocks of the least recently used leaf; False where there is none."""
         if not self.order:
             return False
-        node, _ = self.order.popitem(last=False)
+        node = next(iter(self.order))
         assert node.parent is not None
         assert not node.children
+        for group in list(node.blocks):  # after Ctrl-C in between the next call goes on here
+            self.pool.give_back(group, node.blocks[group])
+            del node.blocks[group]
+            self.bytes -= self.pool.block_bytes[group]
         del node.parent.children[node.tokens]
-        for group, block in node.blocks.items():
-            self.pool.give_back(group, block)
-        self.bytes -= NODE_BYTES + sum(self.pool.block_bytes[group] for group in node.blocks)
+        self.bytes -= NODE_BYTES
+        del self.order[node]
         return True
 
     def _path(self, keys: Sequence[bytes]) -> list[Node]:
