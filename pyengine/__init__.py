@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pyengine import kernels as kernels
     from pyengine.engine import Engine as Engine
     from pyengine.engine import load as load
+    from pyengine.errors import BatchError as BatchError
     from pyengine.errors import ChatTemplateError as ChatTemplateError
     from pyengine.errors import ComputeError as ComputeError
     from pyengine.errors import ContextFullError as ContextFullError
@@ -44,6 +45,7 @@ if not any(Path(__file__).parent.glob("_core.*.so")):
     __path__ = pkgutil.extend_path(__path__, __name__)
 
 _ERRORS = (
+    "BatchError",
     "ChatTemplateError",
     "ComputeError",
     "ContextFullError",

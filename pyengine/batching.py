@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.errors import ContextFullError, RequestError
+from pyengine.errors import BatchError, ComputeError, ContextFullError, RequestError
 from pyengine.generate import GenerationStream
 from pyengine.results import GenerationResult
 from pyengine.sampling import MAX_SEED, SamplingParams, is_integer
@@ -34,11 +34,13 @@ class Batch:
         self.max_batch = max_batch
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
+        self.errors: dict[Job, ComputeError] = {}  # of those that ended with one
         self.cancel = np.zeros(1, np.int32)
         self._decoding: list[GenerationStream] = []  # in the step whose times are counted
 
     def run(self, requests: Iterable[Job]) -> None:
-        """All of them to their end. On an error (also Ctrl-C) all are closed, with what they have."""
+        """All of them to their end, or a ComputeError in `errors`. On another error (also Ctrl-C) all are closed, with
+        what they have."""
         self.waiting.extend(requests)
         try:
             while self.waiting or self.active:
@@ -58,14 +60,28 @@ class Batch:
                 jobs, works = self._plan(pending)
                 self._decoding = [job for job in jobs if isinstance(job, GenerationStream) and job.decoding]
                 try:
-                    run_step_or_without_drafts(self.engine, jobs, works, cancel=self.cancel)
+                    self._run(jobs, works)
                 finally:
                     self.engine._time_for(self)
         for request in self.active:
+            if request in self.errors:
+                request.close()
+                continue
             request.settle()
             if request.finished:
                 request.end()
-        self.active = [request for request in self.active if not request.finished]
+        self.active = [request for request in self.active if not (request.finished or request in self.errors)]
+
+    def _run(self, jobs: Sequence[Job], works: Sequence[Work]) -> None:
+        """One step for all; after NaN or Inf for each alone, so that those who have none go on."""
+        try:
+            run_step_or_without_drafts(self.engine, jobs, works, cancel=self.cancel)
+        except ComputeError as error:
+            if len(jobs) == 1:
+                self.errors[jobs[0]] = error
+                return
+            for job, work in zip(jobs, works, strict=True):
+                self._run([job], [work])
 
     def _plan(self, pending: Sequence[Job]) -> tuple[list[Job], list[Work]]:
         """Who takes part in the next step, and with what: first those who decode, each with its share of the rows, then
@@ -119,13 +135,28 @@ def generate_batch(
             raise ContextFullError(f"prompt {index}: {error}", error.tokens) from None
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}") from None
-    if most == 1 or len(streams) == 1:
-        return [stream.finish() for stream in streams]
-    check_batch_memory(engine, streams, most)
-    for stream in streams:
-        stream.batched = True
-    Batch(engine, most).run(streams)
-    return [stream.finish() for stream in streams]
+    if len(streams) == 1:
+        return [streams[0].finish()]
+    errors: dict[Job, ComputeError] = {}
+    if most == 1:
+        for stream in streams:
+            try:
+                stream.finish()
+            except ComputeError as error:
+                errors[stream] = error
+    else:
+        check_batch_memory(engine, streams, most)
+        for stream in streams:
+            stream.batched = True
+        batch = Batch(engine, most)
+        batch.run(streams)
+        errors = batch.errors
+    results = [stream.finish() for stream in streams]
+    if errors:
+        failed = [index for index, stream in enumerate(streams) if stream in errors]
+        more = f"; and {len(failed) - 1} more of {len(streams)} prompts" if len(failed) > 1 else ""
+        raise BatchError(f"prompt {failed[0]}: {errors[streams[failed[0]]]}{more}", results)
+    return results
 
 
 def check_max_batch(max_batch: int | None) -> int:

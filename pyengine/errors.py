@@ -1,5 +1,10 @@
 """Stage 0, errors: the one error tree, and the exit code each branch has on the command line."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 
 class PyEngineError(Exception):
     """Base of every error pyengine raises on purpose. The message says what was expected, found, where, what to do."""
@@ -64,6 +69,18 @@ class ComputeError(PyEngineError, ArithmeticError):
     """NaN or Inf at run time, naming layer and step."""
 
     exit_code = 1
+
+
+class BatchError(ComputeError):
+    """NaN or Inf in some requests of a batch, after the others went on to their ends. results: of all, in order; one
+    that failed has what it had until then, as "cancelled"."""
+
+    def __init__(self, message: str, results: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.results = results
+
+    def __reduce__(self) -> tuple[type, tuple[str, Sequence[Any]]]:
+        return type(self), (str(self), self.results)
 
 
 class CancelledError(PyEngineError):

@@ -121,14 +121,20 @@ def run(engine: Engine, jobs: Sequence[Score]) -> None:
         groups.setdefault(tuple(job.ids[: job.first + 1]), []).append(job)
     check_batch_memory(engine, jobs, SCORED_AT_A_TIME)
     batch = Batch(engine, SCORED_AT_A_TIME)
+
+    def scored(part: Sequence[Score]) -> None:
+        batch.run(part)
+        for error in batch.errors.values():
+            raise error
+
     if len(groups) == len(jobs):
-        batch.run(jobs)
+        scored(jobs)
         return
     shared = list(groups.values())
     for at in range(0, len(shared), SCORED_AT_A_TIME):
         part = shared[at : at + SCORED_AT_A_TIME]
-        batch.run([group[0] for group in part])
-        batch.run([job for group in part for job in group[1:]])
+        scored([group[0] for group in part])
+        scored([job for group in part for job in group[1:]])
 
 
 def start_id(engine: Engine) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def test_memory_is_checked_for_those_that_run_together(texts: Path, monkeypatch:
         one.generate_batch([[1] * 8] * 9, max_tokens=100, max_batch=3)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, errors.CancelledError, errors.ComputeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, errors.CancelledError, errors.ResourceError])
 def test_an_error_in_a_step_closes_all(
     texts: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
@@ -168,6 +169,57 @@ def test_an_error_in_a_step_closes_all(
             one.generate_batch(prompts(6), max_tokens=9, ignore_eos=True, max_batch=4)
         assert nothing_lost(one.pool)
         assert [r.tokens for r in one.generate_batch(prompts(6), max_tokens=9, ignore_eos=True)] == expected
+
+
+@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize("bad", [(2,), (0, 5), (0, 1, 2, 3, 4, 5)])
+def test_nan_in_one_request_ends_that_one_alone(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, ...], max_batch: int
+) -> None:
+    """At its fourth token, and every time the step is tried; the others' bits are those of requests alone."""
+    with pyengine.load(texts, quant="f32", threads=1, prefix_cache_bytes=0) as one:
+        alone = [one.generate(ids, max_tokens=9, ignore_eos=True) for ids in prompts(6)]
+        forward, lengths = one.forward, {index: len(prompts(6)[index]) + 3 for index in bad}
+        assert len({tuple(ids) for ids in prompts(6)}) == 6
+        ours: dict[int, Any] = {}  # index -> its sequence, known by its prompt
+
+        def failing(entries: Any, **given: Any) -> Any:
+            for sequence, ids in entries:
+                ours.update({i: sequence for i in bad if not sequence.length and ids == prompts(6)[i]})
+                if any(ours.get(i) is sequence and sequence.length == lengths[i] for i in bad):
+                    raise errors.ComputeError("NaN or Inf in the logits")
+            return forward(entries, **given)
+
+        monkeypatch.setattr(one, "forward", failing)
+        with pytest.raises(pyengine.BatchError) as caught:
+            one.generate_batch(prompts(6), max_tokens=9, ignore_eos=True, max_batch=max_batch)
+        more = f"; and {len(bad) - 1} more of 6 prompts" if len(bad) > 1 else ""
+        assert str(caught.value) == f"prompt {bad[0]}: NaN or Inf in the logits{more}"
+        for index, (result, whole) in enumerate(zip(caught.value.results, alone, strict=True)):
+            count = 4 if index in bad else 9
+            assert (result.tokens, result.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
+            assert result.finish_reason == ("cancelled" if index in bad else "length")
+        assert pickle.loads(pickle.dumps(caught.value)).results == caught.value.results
+        assert nothing_lost(one.pool)
+        monkeypatch.undo()
+        again = one.generate_batch(prompts(6), max_tokens=9, ignore_eos=True, max_batch=max_batch)
+        assert [r.tokens for r in again] == [r.tokens for r in alone]
+
+
+def test_nan_in_a_score_is_an_error(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pyengine.load(texts, quant="f32", threads=1) as one:
+        forward = one.forward
+
+        def failing(entries: Any, **given: Any) -> Any:
+            if any(9 in ids for _, ids in entries):
+                raise errors.ComputeError("NaN or Inf in the logits")
+            return forward(entries, **given)
+
+        monkeypatch.setattr(one, "forward", failing)
+        with pytest.raises(pyengine.ComputeError, match="NaN or Inf in the logits"):
+            one.score([([1, 2], [3]), ([9], [3]), ([1, 2], [4])])
+        assert nothing_lost(one.pool)
+        assert len(one.score([([1, 2], [3]), ([1, 2], [4])])) == 2
 
 
 def test_streams_and_other_calls_between_the_steps(texts: Path) -> None:
