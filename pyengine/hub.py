@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 
 from pyengine import strict_json
+from pyengine.checkpoint import INDEX, MAX_INDEX_BYTES
 from pyengine.errors import (
     ModelFormatError,
     ModelNotFoundError,
@@ -24,8 +27,7 @@ from pyengine.gguf_file import is_gguf
 HUB_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?")
 PATTERNS = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
 IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
-INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 256 << 20
+MAX_BESIDE = 10000  # entries of a folder that are looked at for a name like the one given
 
 Log = Callable[[str], None]
 
@@ -81,6 +83,12 @@ def is_offline(offline: bool) -> bool:
     return offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
+def _hub_id(model: str) -> re.Match[str] | None:
+    """A hub id's parts; the hub has none with `..`, and none of over 96 characters."""
+    match = HUB_ID.fullmatch(model)
+    return match if match and ".." not in model and len(match["name"]) <= 96 and len(model) <= 200 else None
+
+
 def resolve(model: str, *, offline: bool = False, log: Log = _stderr, bar: bool = True) -> Path:
     """The folder or GGUF file of MODEL: an existing path wins, then the hub cache, then (unless offline) a download.
 
@@ -99,13 +107,14 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr, bar: bool 
         if path.is_dir() or is_gguf(path):
             return path
         raise RequestError(f"{model}: a file; expected the folder of a model, a .gguf file, or org/name")
-    match = HUB_ID.fullmatch(model)
-    if match is None or ".." in model:
+    match = _hub_id(model)
+    if match is None:
         if os.sep in model or model.startswith((".", "~")):
-            raise ModelNotFoundError(f"{model}: no such folder; expected a model folder or org/name")
+            raise ModelNotFoundError(f"{model}: no such folder; expected a model folder or org/name{_meant(model)}")
+        near = _near(model)
         raise RequestError(
             f"{model!r} is neither a folder nor org/name; expected one of them, or `generate` with a prompt: "
-            f"did you mean -p {model!r}?"
+            f"did you mean {f'{near}, or ' if near else ''}-p {model!r}?"
         )
     name, revision = match["name"], match["revision"]
     found = cached_snapshot(name, revision)
@@ -115,7 +124,8 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr, bar: bool 
     command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     if is_offline(offline):
         state = f"incomplete in the hub cache (without {', '.join(missing[:10])})" if found else "not in the hub cache"
-        raise ModelNotFoundError(f"{model}: not a folder, {state}, and offline; run `{command}` with a network")
+        meant = "" if found else _meant(model)
+        raise ModelNotFoundError(f"{model}: not a folder, {state}, and offline; run `{command}` with a network{meant}")
     return _download(name, revision, command, log, bar)
 
 
@@ -132,8 +142,8 @@ def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Pat
         exists = False
     if exists and not path.is_dir():
         return path
-    match = HUB_ID.fullmatch(model)
-    if match is None or ".." in model or exists:
+    match = _hub_id(model)
+    if match is None or exists:
         return resolve(model, offline=True, log=log) / "config.json"
     name, revision = match["name"], match["revision"]
     found = cached_snapshot(name, revision)
@@ -141,13 +151,42 @@ def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Pat
         return found / "config.json"
     command = f"hf download {name} config.json" + (f" --revision {revision}" if revision else "")
     if is_offline(offline):
-        raise ModelNotFoundError(f"{model}: not a folder, not in the hub cache, and offline; run `{command}`")
+        raise ModelNotFoundError(
+            f"{model}: not a folder, not in the hub cache, and offline; run `{command}`{_meant(model)}"
+        )
     from huggingface_hub import hf_hub_download
 
     def fetch() -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision, cache_dir=hub_cache()))
 
     return _from_hub(name, revision, command, fetch)
+
+
+def _meant(model: str) -> str:
+    near = _near(model)
+    return f"; did you mean {near}?" if near else ""
+
+
+def _near(model: str) -> str | None:
+    """A path or an id of the hub cache of almost this name: with a path's first part that is not there replaced."""
+    if len(model) > 200 or not model.isprintable():  # a prompt rather than a name
+        return None
+    path = Path(model).expanduser()
+    try:
+        parent = next((folder for folder in path.parents if folder.is_dir()), path)
+        missing, *rest = path.relative_to(parent).parts
+        beside = [e for e in islice(parent.iterdir(), MAX_BESIDE) if rest or e.suffix == ".gguf" or e.is_dir()]
+        found = {str(entry).lower(): str(entry.joinpath(*rest)) for entry in beside if entry.joinpath(*rest).exists()}
+        near = difflib.get_close_matches(str(parent / missing).lower(), found, n=1, cutoff=0.8)
+        if near:
+            return found[near[0]]
+        cached = [e.name.removeprefix("models--").replace("--", "/") for e in hub_cache().glob("models--*--*")]
+    except (OSError, ValueError):  # of a folder that cannot be read, of a path without a name
+        return None
+    name = model.partition("@")[0]
+    ids = {(one if "/" in name else one.partition("/")[2]).lower(): one for one in cached}
+    near = difflib.get_close_matches(name.lower(), ids, n=1, cutoff=0.8)
+    return ids[near[0]] if near else None
 
 
 def _is_wanted(name: str) -> bool:
@@ -215,7 +254,7 @@ def _from_hub(name: str, revision: str | None, command: str, fetch: Callable[[],
         raise ModelNotFoundError(f"{name}: no revision {revision!r} on the hub; run `{command}` with one") from None
     except RepositoryNotFoundError:
         raise ModelNotFoundError(
-            f"{name}: not a folder and not on the hub; expected a model that `{command}` finds"
+            f"{name}: not a folder and not on the hub; expected a model that `{command}` finds{_meant(name)}"
         ) from None
     except Exception as error:  # the client's transport has its own errors, other ones in each version
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -117,6 +117,51 @@ def test_empty_name_is_not_the_current_folder(model: str, cache: Path) -> None:
     refused(RequestError, model, "empty model name")
 
 
+@pytest.mark.parametrize(
+    ("model", "meant"),
+    [
+        ("models/qwen-smal", "models/qwen-small"),  # as an id of the hub, it would be looked for there
+        ("./modls/qwen-small", "models/qwen-small"),
+        ("./models/Qwen-Small", "models/qwen-small"),
+        ("./modles/qwen-small/x.gguf", "models/qwen-small/x.gguf"),
+        ("./models/qwen-small/y.gguf", "models/qwen-small/x.gguf"),
+        ("{here}/models/qwensmall", "{here}/models/qwen-small"),
+        ("org/nmae", "org/name"),
+        ("ORG/name@v2", "org/name"),
+    ],
+)
+def test_a_name_almost_like_one_that_is_there(model: str, meant: str, cache: Path) -> None:
+    snapshot(cache)
+    Path("models/qwen-small").mkdir(parents=True)
+    Path("models/qwen-small/x.gguf").touch()
+    Path("models/qwen-smalls").touch()  # a file is no model
+    model, meant = (text.format(here=os.getcwd()) for text in (model, meant))
+    refused(ModelNotFoundError, model, f"; did you mean {meant}?")
+    with pytest.raises(ModelNotFoundError, match="; did you mean "):
+        hub.config_file(model, offline=True)
+
+
+def test_a_word_almost_like_a_model(cache: Path) -> None:
+    snapshot(cache, "org/qwen-small")
+    refused(RequestError, "qwen-smal", "did you mean org/qwen-small, or -p 'qwen-smal'?")
+    Path("qwen-small").mkdir()
+    refused(RequestError, "qwen_small", "did you mean qwen-small, or -p")
+
+
+@pytest.mark.parametrize(
+    "model", ["./nowhere/at/all", "org/other", "/", "..", "a/b/c", "x" * 300 + "/y", "é" * 90 + "/y"]
+)
+def test_nothing_is_guessed_from_afar(model: str, cache: Path) -> None:
+    snapshot(cache)
+    Path("models").mkdir()
+    if os.path.exists(model):
+        assert hub._near(model) is None
+        return
+    with pytest.raises(PyEngineError) as caught:
+        hub.resolve(model, offline=True)
+    assert "did you mean" not in str(caught.value).replace("did you mean -p", "")
+
+
 # ---- the cache
 
 

@@ -6,7 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
-from pyengine import chat_template, config, hub, strict_json
+from pyengine import chat_template, config, strict_json
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
@@ -22,7 +22,6 @@ def test_the_limits_of_the_table_are_those_of_the_code() -> None:
 
 def test_one_number_stands_for_limits_of_several_modules() -> None:
     assert chat_template.MAX_DEPTH == strict_json.MAX_DEPTH
-    assert hub.MAX_INDEX_BYTES == importlib.import_module("pyengine.checkpoint").MAX_INDEX_BYTES
 
 
 def test_no_limit_of_what_strangers_wrote_is_left_out() -> None:
