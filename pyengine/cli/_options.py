@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pyengine import system
+from pyengine import system, text_file
 from pyengine.cli import _output
 from pyengine.errors import RequestError, UnsupportedModelError
 
@@ -21,7 +19,6 @@ QUANTS = ("none", "f32", "bf16", "int8", "int4")
 INT4_SCHEMES = ("minimum", "symmetric")
 KV_DTYPES = ("bf16", "f32", "int8")
 SPECULATIONS = ("ngram",)
-MAX_TEXT_BYTES = 64 << 20
 
 
 class Parser(argparse.ArgumentParser):
@@ -190,19 +187,7 @@ def open_engine(args: argparse.Namespace, folder: Path, *, warn: bool = True) ->
 
 def read_text(path: str) -> str:
     """The text of a file or, for '-', of stdin: UTF-8, one trailing newline dropped, everything else literal."""
-    name = "stdin" if path == "-" else path
-    try:
-        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else Path(path).open("rb") as file:
-            data = file.read(MAX_TEXT_BYTES + 1)
-    except OSError as error:
-        wrong = RequestError(f"{path}: {error.strerror or error}; expected a readable text file")
-        raise system.lacking(path, error) or wrong from error
-    if len(data) > MAX_TEXT_BYTES:  # /dev/zero, or a program that never stops writing
-        raise RequestError(f"{name}: over {MAX_TEXT_BYTES} bytes; expected a shorter text")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: byte {error.start} is not UTF-8; expected UTF-8 text") from None
+    text = text_file.decode(text_file.read(path), text_file.name_of(path))
     if text.endswith("\r\n"):
         return text[:-2]
     return text.removesuffix("\n")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import system
+from pyengine import text_file
 from pyengine.errors import ComputeError, RequestError
 
 Float32 = npt.NDArray[np.float32]
@@ -30,7 +30,6 @@ Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 DEFAULT_TEXT = "compare.txt"
-MAX_TEXT_BYTES = 64 << 20
 TOP = 5
 BLOCK_ELEMENTS = 1 << 18  # rows are taken in blocks of about this many logits: 1 MiB per temporary stays in cache
 
@@ -94,22 +93,11 @@ def read_text(path: Path | None, *, offset: int = 0) -> TextSource:
         data = (resources.files("pyengine") / "data" / DEFAULT_TEXT).read_bytes()
         name = DEFAULT_TEXT
     else:
-        name = path.name
-        try:
-            with path.open("rb") as file:
-                data = file.read(MAX_TEXT_BYTES + 1)
-        except OSError as error:
-            wrong = RequestError(f"{path}: {error.strerror or error}; expected a readable text file")
-            raise system.lacking(path, error) or wrong from error
-        if len(data) > MAX_TEXT_BYTES:
-            raise RequestError(f"{path}: more than {MAX_TEXT_BYTES} bytes; expected a shorter text")
+        data, name = text_file.read(path), path.name
     if not 0 <= offset < max(len(data), 1):
         raise RequestError(f"{name}: offset {offset} in {len(data)} bytes; expected one inside the text")
     data = data[offset:]
-    try:
-        content = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{name}: byte {offset + error.start} does not start a UTF-8 character") from None
+    content = text_file.decode(data, name, offset=offset)
     if offset:
         name = f"{name} from byte {offset}"
     return TextSource(name=name, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), content=content)

@@ -16,6 +16,7 @@ from golden.golden_cases import CONFIGS
 from pseudo_terminal import AtTerminal
 from tiny_tokenizers import byte_level, write
 
+from pyengine import text_file
 from pyengine.cli import _options
 from pyengine.cli.main import main
 
@@ -136,7 +137,7 @@ def test_a_megabyte_pasted_is_refused_with_its_length(says: Any, model: Path, co
 def test_a_prompt_file_without_end(says: Any, model: Path) -> None:
     code, err = says("generate", str(model), "-f", "/dev/zero")
     assert code == 2
-    assert f"/dev/zero: over {_options.MAX_TEXT_BYTES} bytes; expected a shorter text" in err
+    assert f"/dev/zero: over {text_file.MAX_TEXT_BYTES} bytes; expected a shorter text" in err
 
 
 # --- the template
