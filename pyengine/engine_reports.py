@@ -11,7 +11,7 @@ class EngineReports:
     """Methods of Engine. Stage 5 imports nothing of stage 6: a report's module is looked up when it is asked for."""
 
     def profile(self, *, context: int | None = None, steps: int = 32, contexts: Sequence[int] = ()) -> Any:
-        """Where decode and prefill time goes: a pyengine.reports.profile.Profile (to_json, to_html, to_png, to_trace).
+        """Where decode and prefill time goes: a profile_result.Profile (to_json, to_html, to_png, to_trace).
 
         A prompt of `context` tokens (default 512, or the model's maximum) and the `steps` decode steps that end there;
         decode at each of `contexts` too. Errors: RequestError for what does not fit the model's context.

@@ -10,7 +10,7 @@ from pyengine.reports import profile_text as text
 
 if TYPE_CHECKING:
     from pyengine.reports.drawing import Drawing
-    from pyengine.reports.profile import Phase, Profile
+    from pyengine.reports.profile_result import Phase, Profile
 
 
 def page(p: Profile) -> str:

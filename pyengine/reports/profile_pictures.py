@@ -9,7 +9,7 @@ from pyengine.reports.charts import Axis, Bar, Series
 from pyengine.reports.drawing import Drawing
 
 if TYPE_CHECKING:
-    from pyengine.reports.profile import Phase, Profile
+    from pyengine.reports.profile_result import Phase, Profile
 
 # The same colour for the same stage in every picture.
 COLOURS = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pyengine.reports.tables import facts, share, short, table
 
 if TYPE_CHECKING:
-    from pyengine.reports.profile import Phase, Profile
+    from pyengine.reports.profile_result import Phase, Profile
 
 SMALL = 0.5  # points that are not named in one
 

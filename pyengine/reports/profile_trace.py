@@ -15,7 +15,7 @@ from pyengine.reports.profile_work import STAGES
 
 if TYPE_CHECKING:
     from pyengine.decoder import BuiltProgram
-    from pyengine.reports.profile import Sample
+    from pyengine.reports.profile_meter import Sample
 
 KINDS = {int(kind): name.lower() for name, kind in OpKind.__members__.items()}
 

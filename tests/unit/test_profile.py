@@ -20,7 +20,8 @@ from pyengine.cli.main import main
 from pyengine.reports import profile as report
 from pyengine.reports import profile_text
 from pyengine.reports.account_read import of_spec
-from pyengine.reports.profile import Cost, Phase, Profile, Sample
+from pyengine.reports.profile_meter import Sample
+from pyengine.reports.profile_result import Cost, Phase, Profile
 from pyengine.reports.profile_work import STAGES, Model, Rates
 from pyengine.steps import MAX_BATCH_TOKENS
 
