@@ -16,7 +16,8 @@ from pyengine import gguf_config
 from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelNotFoundError, UnsupportedModelError
-from pyengine.families import FAMILIES, Family
+from pyengine.families import FAMILIES
+from pyengine.family import Family
 from pyengine.fp8 import fp8_block
 from pyengine.gguf_file import is_gguf
 from pyengine.latent_config import latent_attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyengine.config_values import ConfigValues
-from pyengine.families import Experts
+from pyengine.family import Experts
 from pyengine.spec import FFNSpec, MoESpec, RouterSpec
 
 MAX_EXPERTS = 4096

@@ -5,144 +5,15 @@ Facts are from transformers' configuration_*.py and modeling_*.py of each family
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+from pyengine.families_moe import LATENT, QWEN, ROUTED
+from pyengine.family import Family, Names, RopeForm
 from pyengine.spec import NormSpec
 
-_RMS = NormSpec(1e-6)
-
-
-@dataclass(frozen=True)
-class Names:
-    """What a family's tensors are called on disk, and how they lie there. Defaults are Llama's: the canonical names.
-
-    Modules are named by what stands between `model.layers.<n>.` (outside layers: `model.`) and `.weight` or `.bias`.
-    """
-
-    prefixes: tuple[str, ...] = ("model.",)  # what `model.` may be; the first under which the embedding is
-    renames: Mapping[str, str] = field(default_factory=dict)  # canonical module -> module on disk; {} is a number in it
-    fused: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # module on disk -> the modules whose rows it has
-    transposed: bool = False  # matrices of layers are stored [in, out]
-    skipped: tuple[str, ...] = ()  # beginnings of tensors of other parts of a model, which text does not need
-    head: str = "lm_head"
-
-
-@dataclass(frozen=True)
-class RopeForm:
-    """What a family's rotary embedding is beside its parameters in config.json. Defaults are Llama's."""
-
-    partial: float | None = None  # partial_rotary_factor where the key is absent; None: the whole head, the key refused
-    interleaved: bool = False
-    absent: bool = False  # no layer has one
-    local_theta: float | None = None  # windowed layers have parameters of their own: this theta in files of no other
-    skips_layers: bool = False  # no_rope_layers and no_rope_layer_interval say which layers have none
-    q_scaled: bool = False  # llama_4_scaling_beta multiplies q
-    sections: bool = False  # mrope_section: parts of a head turn by time, height, width, which are one place in text
-
-
-@dataclass(frozen=True)
-class Experts:
-    """How a family's config.json describes its mixture of experts. Defaults are Mixtral's."""
-
-    count_keys: tuple[str, ...] = ("num_local_experts", "num_experts")  # the first that is there
-    size_key: str = "intermediate_size"  # of one expert
-    normalise: bool | None = True  # None: the key norm_topk_prob decides, false where it is absent
-    shared_size_key: str | None = None  # width of the shared expert
-    shared_count_key: str | None = None  # or how many experts wide it is
-    shared_gate: bool = False
-    steps: bool = False  # decoder_sparse_step and mlp_only_layers say which layers have experts
-    first_dense_key: str | None = None  # how many layers before the first with experts
-    method: str = "softmax"  # of config_moe.METHODS
-    methods: tuple[str, ...] = ("softmax",)
-    method_key: str | None = None
-    scoring_key: str | None = None
-    scaled: bool = False  # by routed_scaling_factor
-
-
-@dataclass(frozen=True)
-class Family:
-    """What config.py needs to know of a family. Defaults are Llama's."""
-
-    name: str
-    model_type: str
-    qkv_bias: bool | None = None  # None: the key attention_bias decides, for o_proj too
-    mlp_bias_key: bool = False  # the key mlp_bias exists
-    o_bias: bool | None = None  # None: as q, k and v where the key decides, else none
-    qk_norm: str | None = None  # as in AttentionSpec
-    norm: NormSpec = _RMS  # its eps is that of a file without the key
-    norm_eps_key: str = "rms_norm_eps"
-    norm_before: bool = True  # as in LayerSpec
-    norm_after: bool = False
-    # "key": sliding_window alone; "switched": by use_sliding_window, per layer; "off": it must be off; "pattern": ...
-    window: str = "none"
-    full_every: int = 0  # ... in all layers but every n-th, where layer_types says nothing
-    act_key: str = "hidden_act"
-    gated: bool = True  # as in FFNSpec
-    ffn_bias: bool = False  # always, whatever the file says
-    embedding_sqrt: bool = False  # embeddings are multiplied by sqrt(hidden_size), as a float32: so is the hidden state
-    learned_positions: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be absent; null is not absent
-    names: Names = field(default_factory=Names)
-    keys: tuple[str, ...] = ()  # config keys that this family has and others do not
-    inert: tuple[str, ...] = ()  # those of them that change no number
-    off: tuple[str, ...] = ()  # those of them that are not supported unless off
-    spellings: Mapping[str, str] = field(default_factory=dict)  # usual config key -> this family's name of it
-    latent: bool = False  # multi-head latent attention
-    texts: tuple[str, ...] = ()  # a model of several parts: families its decoder, under text_config, may be of
-    flat: bool = False  # without text_config the keys of the first of these stand among the others
-    rope: RopeForm = field(default_factory=RopeForm)
-    experts: Experts | None = None
-    models: str = ""  # of this family, for README's table
-
-
-_MOE_KEYS = (
-    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-    "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
-)  # fmt: skip
-_QWEN_EXPERTS = Experts(("num_experts", "num_local_experts"), "moe_intermediate_size", normalise=None, steps=True)
-_DEEPSEEK_V2_EXPERTS = Experts(
-    ("n_routed_experts",),
-    "moe_intermediate_size",
-    normalise=False,
-    shared_count_key="n_shared_experts",
-    first_dense_key="first_k_dense_replace",
-    method="greedy",
-    methods=("greedy", "group_limited_greedy"),
-    method_key="topk_method",
-    scoring_key="scoring_func",
-    scaled=True,
-)
-_SHARED_EXPERTS = {
-    f"mlp.shared_expert.{side}_proj": f"mlp.shared_experts.{side}_proj" for side in ("gate", "up", "down")
-}
 # Norms after a branch: the canonical names are GLM-4's, because Llama's norm before the FFN has the shorter one.
 _AFTER = {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
-_QWEN = {
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
-_LATENT_KEYS = (
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave",
-    "qk_head_dim", "num_nextn_predict_layers",
-)  # fmt: skip
-_EXPERT_KEYS = (
-    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq",
-    "first_k_dense_replace", "n_group", "topk_group", "topk_method", "norm_topk_prob", "routed_scaling_factor",
-    "scoring_func", "ep_size", "seq_aux", "aux_loss_alpha",
-)  # fmt: skip
-_DEEPSEEK = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
 _VISION_KEYS = (
     "text_config", "vision_config", "image_token_index", "image_token_id", "projector_hidden_act",
     "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size",
@@ -208,79 +79,12 @@ FAMILIES: dict[str, Family] = {
         defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
     "Qwen2ForCausalLM": Family(
-        "qwen2", "qwen2", models="Qwen2, Qwen2.5", qkv_bias=True, window="switched", defaults=_QWEN
+        "qwen2", "qwen2", models="Qwen2, Qwen2.5", qkv_bias=True, window="switched", defaults=QWEN
     ),
     "Qwen3ForCausalLM": Family(
-        "qwen3", "qwen3", models="Qwen3 (dense)", qk_norm="head", window="switched", defaults={**_QWEN, "head_dim": 128}
+        "qwen3", "qwen3", models="Qwen3 (dense)", qk_norm="head", window="switched", defaults={**QWEN, "head_dim": 128}
     ),
-    "MixtralForCausalLM": Family(
-        "mixtral",
-        "mixtral",
-        models="Mixtral",
-        qkv_bias=False,
-        window="key",
-        norm=NormSpec(1e-5),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        names=Names(
-            renames={
-                "mlp.gate": "block_sparse_moe.gate",
-                "mlp.experts.{}.gate_proj": "block_sparse_moe.experts.{}.w1",
-                "mlp.experts.{}.up_proj": "block_sparse_moe.experts.{}.w3",
-                "mlp.experts.{}.down_proj": "block_sparse_moe.experts.{}.w2",
-            }
-        ),
-        keys=_MOE_KEYS,
-        experts=Experts(),
-    ),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe",
-        "qwen2_moe",
-        models="Qwen1.5-MoE, Qwen2-MoE",
-        qkv_bias=True,
-        window="off",
-        defaults={
-            **_QWEN,
-            "num_key_value_heads": 16,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-        keys=(*_MOE_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
-        experts=replace(_QWEN_EXPERTS, shared_size_key="shared_expert_intermediate_size", shared_gate=True),
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        "qwen3_moe",
-        models="Qwen3-MoE",
-        qk_norm="head",
-        window="off",
-        defaults={
-            **_QWEN,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-        keys=_MOE_KEYS,
-        experts=_QWEN_EXPERTS,
-    ),
-    "OlmoeForCausalLM": Family(
-        "olmoe",
-        "olmoe",
-        models="OLMoE",
-        qk_norm="whole",
-        norm=NormSpec(1e-5),
-        defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
-        keys=_MOE_KEYS,
-        experts=Experts(("num_experts", "num_local_experts"), normalise=None),
-    ),
+    **ROUTED,
     "Olmo2ForCausalLM": Family(
         "olmo2",
         "olmo2",
@@ -420,7 +224,7 @@ FAMILIES: dict[str, Family] = {
         qkv_bias=True,
         window="switched",
         norm=NormSpec(1e-5),
-        defaults={**_QWEN, "max_window_layers": 80, "num_key_value_heads": 8, "rope_theta": 1000000.0},
+        defaults={**QWEN, "max_window_layers": 80, "num_key_value_heads": 8, "rope_theta": 1000000.0},
         rope=RopeForm(sections=True),
     ),
     "Qwen2_5_VLForConditionalGeneration": Family(
@@ -432,48 +236,7 @@ FAMILIES: dict[str, Family] = {
         names=Names(prefixes=("model.language_model.", "model."), skipped=("visual.", "model.visual.")),
         keys=("text_config", "vision_config", *(f"{x}_token_id" for x in _QWEN_VISION_TOKENS)),
     ),
-    "DeepseekV2ForCausalLM": Family(
-        "deepseek_v2",
-        "deepseek_v2",
-        models="DeepSeek-V2",
-        latent=True,
-        mlp_bias_key=True,
-        defaults={
-            **_DEEPSEEK,
-            "max_position_embeddings": 2048,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 1407,
-        },
-        names=Names(renames=_SHARED_EXPERTS),
-        keys=(*_LATENT_KEYS, *_EXPERT_KEYS),
-        rope=RopeForm(interleaved=True),
-        experts=_DEEPSEEK_V2_EXPERTS,
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3",
-        "deepseek_v3",
-        models="DeepSeek-V3, R1",
-        latent=True,
-        defaults={
-            **_DEEPSEEK,
-            "max_position_embeddings": 4096,
-            "num_nextn_predict_layers": 1,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-        },
-        names=Names(renames=_SHARED_EXPERTS),
-        keys=(*_LATENT_KEYS, *_EXPERT_KEYS),
-        rope=RopeForm(interleaved=True),
-        experts=replace(_DEEPSEEK_V2_EXPERTS, normalise=None, method="noaux_tc", methods=("noaux_tc",)),
-    ),
+    **LATENT,
     "SmolLM3ForCausalLM": Family(
         "smollm3",
         "smollm3",

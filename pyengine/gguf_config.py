@@ -15,7 +15,7 @@ import numpy as np
 
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelFormatError, UnsupportedModelError
-from pyengine.families import Names
+from pyengine.family import Names
 from pyengine.gguf_checkpoint import FREQUENCIES
 from pyengine.gguf_file import GgufHeader, open_header
 from pyengine.safetensors_header import CheckpointFile

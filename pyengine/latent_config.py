@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyengine.config_values import ConfigValues
-from pyengine.families import Family
+from pyengine.family import Family
 from pyengine.rope import yarn_mscale
 from pyengine.rope_config import FULL, ropes_by_layer_type
 from pyengine.spec import MLASpec, RopeSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyengine.config_values import ConfigValues
 from pyengine.errors import ModelFormatError
-from pyengine.families import RopeForm
+from pyengine.family import RopeForm
 from pyengine.spec import RopeSpec
 from pyengine.strict_json import shown
 

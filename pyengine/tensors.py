@@ -20,7 +20,8 @@ import numpy.typing as npt
 from pyengine import gguf_config, rope
 from pyengine.checkpoint import Checkpoint, TensorInfo, as_float32
 from pyengine.errors import ModelFormatError, UnsupportedModelError
-from pyengine.families import FAMILIES, Names
+from pyengine.families import FAMILIES
+from pyengine.family import Names
 from pyengine.fp8 import SCALE, WHOLE, Fp8Checkpoint, scale_shape
 from pyengine.gguf_file import BLOCKS, is_gguf
 from pyengine.spec import AttentionSpec, FFNSpec, LayerSpec, MLASpec, ModelSpec, MoESpec

@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pyengine.families import FAMILIES, Family  # noqa: E402
+from pyengine.families import FAMILIES  # noqa: E402
+from pyengine.family import Family  # noqa: E402
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- families: tools/families_table.py --write -->\n", "<!-- end of families -->\n"

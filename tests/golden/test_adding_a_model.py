@@ -26,7 +26,8 @@ import pyengine
 from pyengine.cli.main import main
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, UnsupportedModelError
-from pyengine.families import FAMILIES, Family
+from pyengine.families import FAMILIES
+from pyengine.family import Family
 from pyengine.reference import ReferenceCache, load_reference
 from pyengine.reports.account_read import read_anatomy
 

@@ -19,7 +19,8 @@ from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.config_moe import ffn_specs
 from pyengine.config_values import ConfigValues
-from pyengine.families import FAMILIES, Experts
+from pyengine.families import FAMILIES
+from pyengine.family import Experts
 from pyengine.hooks import Hooks
 from pyengine.pack_layer import read_expert, read_layer
 from pyengine.quantize import choose

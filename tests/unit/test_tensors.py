@@ -19,7 +19,8 @@ from pyengine import reference
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.errors import ModelFormatError, UnsupportedModelError
-from pyengine.families import FAMILIES, Names, RopeForm
+from pyengine.families import FAMILIES
+from pyengine.family import Names, RopeForm
 from pyengine.reference import load_reference
 from pyengine.tensors import CanonicalTensors, NamesOnDisk, check_tensors
 
