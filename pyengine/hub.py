@@ -154,9 +154,10 @@ def config_file(model: str, *, offline: bool = False, log: Log = _stderr) -> Pat
         raise ModelNotFoundError(
             f"{model}: not a folder, not in the hub cache, and offline; run `{command}`{_meant(model)}"
         )
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download
 
     def fetch() -> Path:
+        HfApi().model_info(name, revision=revision)  # says at once what is wrong; a download would try six times first
         return Path(hf_hub_download(name, "config.json", revision=revision, cache_dir=hub_cache()))
 
     return _from_hub(name, revision, command, fetch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import os
 import sys
@@ -71,7 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if unknown:
         command = f" {args.command}" if args.command else ""
         quotes = args.command == "generate" and not unknown[0].startswith("-")
-        hint = "a prompt goes in quotes behind -p; " if quotes else ""
+        hint = "a prompt goes in quotes behind -p; " if quotes else _meant(parser, args.command, unknown[0])
         raise RequestError(f"unrecognized arguments: {' '.join(unknown)} ({hint}see `{parser.prog}{command} --help`)")
     if args.version:
         if args.command is not None:
@@ -83,6 +84,14 @@ def _run(argv: Sequence[str] | None) -> int:
     code: int = args.run(args)
     sys.stdout.flush()  # a closed pipe must be noticed here, not by the interpreter's own exit
     return code
+
+
+def _meant(parser: argparse.ArgumentParser, command: str | None, option: str) -> str:
+    """A hint at the command's option that is spelled almost so."""
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    known = commands.choices[command]._option_string_actions if command else parser._option_string_actions
+    near = difflib.get_close_matches(option.partition("=")[0], [name for name in known if len(name) > 2], 1, 0.75)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _leave_closed_pipe() -> None:

@@ -213,5 +213,6 @@ def test_the_config_of_a_hub_model_is_downloaded_alone(tmp_path: Path, monkeypat
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     assert hub.config_file("org/name@v2") == tmp_path / "config.json"
     assert calls == [("org/name", "config.json", "v2", tmp_path)]

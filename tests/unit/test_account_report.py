@@ -277,6 +277,7 @@ def test_only_the_config_of_a_hub_model_is_fetched(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     assert account("org/name@v1").parameters["total"] == REAL["Llama-3.1-8B"].total
     assert asked == [(("org/name", "config.json"), {"revision": "v1", "cache_dir": tmp_path / "hub"})]
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "main"

@@ -108,6 +108,13 @@ def test_a_model_is_downloaded_once(name: str, hub: Hub, tmp_path: Path) -> None
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("command", [["account", "-t", "1"], ["generate", "-p", "hi"]])
+def test_without_a_network_it_is_one_line_at_once(command: list[str], hub: Hub, tmp_path: Path) -> None:
+    (done,) = commands(hub, tmp_path, [*command, "org/whole"], HF_ENDPOINT="http://127.0.0.1:9")
+    assert (done[0], done[1], done[2].count("\n")) == (3, "", 1)
+    assert "org/whole: cannot be downloaded (" in done[2]
+
+
 def test_quiet_and_config_alone(hub: Hub, tmp_path: Path) -> None:
     account, whole = commands(
         hub, tmp_path, ["account", "org/shards", "--json", "-t", "1"], generate("org/whole", "-q")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,49 @@ def test_two_at_once(model: Path) -> None:
     assert [process.returncode for process in both] == [0, 0]
     assert results[0] == results[1]
     assert results[0][1] == b""
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["generate", "--tempature", "1"], "did you mean --temperature? see `pyengine generate --help`)"),
+        (["bench", "--threds=2"], "did you mean --threads? see"),
+        (["--verson"], "did you mean --version? see"),
+        (["generate", "--zzz"], "--zzz (see"),
+        (["generate", "--no"], "--no (see"),
+    ],
+)
+def test_an_option_almost_spelled_right(argv: list[str], meant: str, capsys: Any) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert meant in err
+
+
+START = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pyengine.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.argv = ["pyengine", "info", "-q"]
+if "ignored" in sys.orig_argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if "after" in sys.orig_argv:
+    import pyengine.cli.main as program
+    program.main = lambda: int(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+else:
+    sys.meta_path.insert(0, Interrupt())
+runpy.run_module("pyengine", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("case", "code"), [("imports", -signal.SIGINT), ("ignored", 0), ("after", 0)])
+def test_ctrl_c_while_modules_are_imported(case: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", START, case], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, b"")
 
 
 def test_an_old_python() -> None:
