@@ -298,7 +298,7 @@ class Engine(EngineReports, ChatRequests):
 
         At most `max_batch` (1 to 64, default 16) run at a time, their steps together; where one ends the next begins.
         All are checked before the first computes. Errors: RequestError, ResourceError where the KV caches of max_batch
-        requests do not fit.
+        requests do not fit, BatchError with all results where some requests met NaN or Inf.
         """
         return generate_batch(self, prompts, max_batch=max_batch, seed=seed, sampling=sampling)
 
