@@ -57,6 +57,17 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// Over a block of whole warps, in a fixed tree; every thread gets the result.
+__device__ __forceinline__ float block_sum(float x) {
+  __shared__ float parts[kWarp];
+  x = warp_sum(x);
+  if (lane_id() == 0) parts[warp_id()] = x;
+  __syncthreads();
+  x = warp_sum(lane_id() * kWarp < static_cast<int>(blockDim.x) ? parts[lane_id()] : 0.0f);
+  __syncthreads();
+  return x;
+}
+
 // Bits of a bfloat16, and the nearest to a float32 (ties to even; NaN stays NaN).
 __device__ __forceinline__ float from_bf16(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 __device__ __forceinline__ uint16_t to_bf16(float x) {
