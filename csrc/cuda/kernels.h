@@ -175,7 +175,7 @@ struct Attention {
 size_t attention_scratch_floats(const Attention&);
 void attention(Stream, const Attention&, const Step&);
 
-// ---- moe.cu ---------------------------------------------------------------------------------------------------------
+// ---- route.cu, moe.cu ----------------------------------------------------------------------------------------------------
 
 // Rows of tokens sorted by expert; all arrays are device memory of the program, filled by `route`.
 struct Routing {
