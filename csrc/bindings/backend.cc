@@ -2,19 +2,19 @@
 
 namespace pe_py {
 
-Backend::Backend(int threads, const std::string& isa) {
+Backend::Backend(int threads, const std::string& isa, const Library* library) : api(library ? library->api : linked()) {
   const pe_backend_config config{sizeof(pe_backend_config), threads, isa.empty() ? nullptr : isa.c_str()};
-  check(pe_backend_create(&config, &handle));
+  check(api.backend_create(&config, &handle));
 }
 
-Backend::~Backend() { pe_backend_destroy(handle); }
+Backend::~Backend() { api.backend_destroy(handle); }
 
 namespace {
 
 int32_t tensor_create(Backend& b, int format, int64_t rows, int64_t cols, int group) {
   const pe_tensor_desc desc{sizeof(pe_tensor_desc), format, rows, cols, group};
   int32_t id;
-  check(pe_tensor_create(b.handle, &desc, &id));
+  b.check(b.api.tensor_create(b.handle, &desc, &id));
   return id;
 }
 
@@ -45,7 +45,7 @@ void tensor_pack(Backend& b, int32_t id, const py::array& source, int64_t offset
     args.importance = weights.data();
   }
   void* data;
-  check(pe_tensor_data(b.handle, id, &data, nullptr));
+  b.check(b.api.tensor_data(b.handle, id, &data, nullptr));
   int64_t expected;
   std::memcpy(&expected, static_cast<const char*>(data) + 32, 8);  // TensorHeader.cols
   if (cols != expected)
@@ -54,15 +54,15 @@ void tensor_pack(Backend& b, int32_t id, const py::array& source, int64_t offset
   pe_status status;
   {
     py::gil_scoped_release release;
-    status = pe_tensor_pack(b.handle, id, &args);
+    status = b.api.tensor_pack(b.handle, id, &args);
   }
-  check(status);
+  b.check(status);
 }
 
-py::array_t<uint8_t> tensor_bytes(const py::object& self, int32_t id) {
+py::array_t<uint8_t> tensor_bytes(Backend& b, int32_t id) {
   void* data;
   size_t bytes;
-  check(pe_tensor_data(self.cast<Backend&>().handle, id, &data, &bytes));
+  b.check(b.api.tensor_data(b.handle, id, &data, &bytes));
   py::array_t<uint8_t> copy(static_cast<py::ssize_t>(bytes));
   std::memcpy(copy.mutable_data(), data, bytes);
   return copy;
@@ -73,7 +73,7 @@ void tensor_write(Backend& b, int32_t id, const Array<uint8_t>& source) {
   constexpr size_t kHeader = 48;  // what describes the tensor; a checksum follows
   void* data;
   size_t bytes;
-  check(pe_tensor_data(b.handle, id, &data, &bytes));
+  b.check(b.api.tensor_data(b.handle, id, &data, &bytes));
   if (static_cast<size_t>(source.size()) != bytes || std::memcmp(source.data(), data, kHeader) != 0)
     raise("RequestError", "tensor_write: the bytes are not those of a tensor like this one");
   std::memcpy(data, source.data(), bytes);
@@ -81,17 +81,17 @@ void tensor_write(Backend& b, int32_t id, const Array<uint8_t>& source) {
 
 size_t tensor_size(Backend& b, int32_t id) {
   size_t bytes;
-  check(pe_tensor_data(b.handle, id, nullptr, &bytes));
+  b.check(b.api.tensor_data(b.handle, id, nullptr, &bytes));
   return bytes;
 }
 
 py::array_t<float> tensor_dequantize(Backend& b, int32_t id) {
   void* data;
-  check(pe_tensor_data(b.handle, id, &data, nullptr));
+  b.check(b.api.tensor_data(b.handle, id, &data, nullptr));
   int64_t shape[2];
   std::memcpy(shape, static_cast<const char*>(data) + 24, 16);  // TensorHeader.rows, cols
   py::array_t<float> out({shape[0], shape[1]});
-  check(pe_tensor_dequantize(b.handle, id, out.mutable_data()));
+  b.check(b.api.tensor_dequantize(b.handle, id, out.mutable_data()));
   return out;
 }
 
@@ -107,9 +107,9 @@ uint64_t tensors_write(Backend& b, int fd, uint64_t offset, std::vector<int32_t>
   pe_status status;
   {
     py::gil_scoped_release release;
-    status = pe_tensors_write(b.handle, &file, &bytes);
+    status = b.api.tensors_write(b.handle, &file, &bytes);
   }
-  check(status);
+  b.check(status);
   return bytes;
 }
 
@@ -130,9 +130,9 @@ std::vector<int32_t> tensors_map(Backend& b, int fd, uint64_t offset,
   pe_status status;
   {
     py::gil_scoped_release release;
-    status = pe_tensors_map(b.handle, &file);
+    status = b.api.tensors_map(b.handle, &file);
   }
-  check(status);
+  b.check(status);
   return ids;
 }
 
@@ -144,21 +144,21 @@ int32_t rope_set(Backend& b, int32_t id, const Array<float>& table, const py::ob
     if (scales.ndim() != 1 || scales.shape(0) != table.shape(0))
       raise("RequestError", "q_scale is float32 [positions] of the rope table");
   }
-  check(pe_rope_set(b.handle, &id, table.data(), table.shape(0), static_cast<int32_t>(table.shape(1)),
-                    q_scale.is_none() ? nullptr : scales.data()));
+  b.check(b.api.rope_set(b.handle, &id, table.data(), table.shape(0), static_cast<int32_t>(table.shape(1)),
+                         q_scale.is_none() ? nullptr : scales.data()));
   return id;
 }
 
 int32_t kv_create(Backend& b, int layers, int kv_heads, int k_dim, int v_dim, int dtype) {
   const pe_kv_desc desc{sizeof(pe_kv_desc), layers, kv_heads, k_dim, v_dim, dtype};
   int32_t id;
-  check(pe_kv_create(b.handle, &desc, &id));
+  b.check(b.api.kv_create(b.handle, &desc, &id));
   return id;
 }
 
 size_t kv_block_bytes(Backend& b, int32_t group) {
   size_t bytes;
-  check(pe_kv_block_bytes(b.handle, group, &bytes));
+  b.check(b.api.kv_block_bytes(b.handle, group, &bytes));
   return bytes;
 }
 
@@ -168,21 +168,27 @@ py::array_t<double> measure(Backend& b, int limit, int64_t work, int32_t passes)
   pe_status status;
   {
     py::gil_scoped_release release;
-    status = pe_limit_measure(b.handle, &args);
+    status = b.api.limit_measure(b.handle, &args);
   }
-  check(status);
+  b.check(status);
   return rates;
 }
 
 }  // namespace
 
 void bind_backend(py::module_& m) {
-  py::class_<Backend>(m, "Backend", "Threads, kernels, tensors, rope tables and KV groups of one CPU backend.")
-      .def(py::init<int, const std::string&>(), py::arg("threads") = 0, py::arg("isa") = "")
-      .def_property_readonly("isa", [](const Backend& b) { return std::string(pe_backend_isa(b.handle)); })
-      .def_property_readonly("threads", [](const Backend& b) { return pe_backend_threads(b.handle); })
+  py::class_<Library>(m, "Library", "Another library with the functions of pyengine.h, opened by its path.")
+      .def(py::init<const std::string&>(), py::arg("path"))
+      .def_readonly("path", &Library::path)
+      .def_property_readonly("compiler", [](const Library& l) { return std::string(l.api.compiler()); })
+      .def_property_readonly("commit", [](const Library& l) { return std::string(l.api.commit()); });
+  py::class_<Backend>(m, "Backend", "Threads, kernels, tensors, rope tables and KV groups of one backend.")
+      .def(py::init<int, const std::string&, const Library*>(), py::arg("threads") = 0, py::arg("isa") = "",
+           py::arg("library") = py::none())
+      .def_property_readonly("isa", [](const Backend& b) { return std::string(b.api.backend_isa(b.handle)); })
+      .def_property_readonly("threads", [](const Backend& b) { return b.api.backend_threads(b.handle); })
       .def("measure", &measure, py::arg("limit"), py::arg("work"), py::arg("passes"))
-      .def("flush_caches", [](Backend& b) { check(pe_flush_caches(b.handle)); })
+      .def("flush_caches", [](Backend& b) { b.check(b.api.flush_caches(b.handle)); })
       .def("tensor_create", &tensor_create, py::arg("format"), py::arg("rows"), py::arg("cols"), py::arg("group") = 0)
       .def("tensor_pack", &tensor_pack, py::arg("id"), py::arg("source"), py::arg("offset") = 0, py::arg("stride") = 1,
            py::arg("importance") = py::none())
@@ -191,7 +197,7 @@ void bind_backend(py::module_& m) {
       .def("tensor_size", &tensor_size, py::arg("id"))
       .def("tensor_dequantize", &tensor_dequantize, py::arg("id"))
       .def(
-          "tensor_free", [](Backend& b, int32_t id) { check(pe_tensor_free(b.handle, id)); }, py::arg("id"))
+          "tensor_free", [](Backend& b, int32_t id) { b.check(b.api.tensor_free(b.handle, id)); }, py::arg("id"))
       .def("tensors_write", &tensors_write, py::arg("fd"), py::arg("offset"), py::arg("ids"))
       .def("tensors_map", &tensors_map, py::arg("fd"), py::arg("offset"), py::arg("descs"))
       .def("rope_set", &rope_set, py::arg("id"), py::arg("table"), py::arg("q_scale") = py::none())
@@ -199,7 +205,7 @@ void bind_backend(py::module_& m) {
            py::arg("dtype"))
       .def(
           "kv_reserve",
-          [](Backend& b, int32_t group, int32_t blocks) { check(pe_kv_reserve(b.handle, group, blocks)); },
+          [](Backend& b, int32_t group, int32_t blocks) { b.check(b.api.kv_reserve(b.handle, group, blocks)); },
           py::arg("group"), py::arg("blocks"))
       .def("kv_block_bytes", &kv_block_bytes, py::arg("group"));
   py::enum_<pe_limit>(m, "Limit", py::arithmetic())

@@ -5,7 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "pyengine.h"
+#include "library.h"
 
 namespace pe_py {
 
@@ -15,16 +15,18 @@ template <class T>
 using Array = py::array_t<T, py::array::c_style>;
 
 [[noreturn]] void raise(const char* error_class, const std::string& message);  // of pyengine.errors
-void check(pe_status status);                                                  // raises unless PE_OK
+void check(const Api& api, pe_status status);                                  // raises unless PE_OK
 
 void bind_backend(py::module_& m);
 void bind_program(py::module_& m);
 
 // Owns the C backend; programs keep it alive.
 struct Backend {
-  Backend(int threads, const std::string& isa);
+  Backend(int threads, const std::string& isa, const Library* library);
   ~Backend();
   Backend(const Backend&) = delete;
+  void check(pe_status status) const { pe_py::check(api, status); }
+  const Api api;  // the functions of its library
   pe_backend* handle = nullptr;
 };
 

@@ -8,12 +8,12 @@ void raise(const char* error_class, const std::string& message) {
   throw py::error_already_set();
 }
 
-void check(pe_status status) {
+void check(const Api& api, pe_status status) {
   static constexpr const char* kClasses[] = {
       nullptr,         "RequestError", "ModelFormatError", "UnsupportedModelError",
       "ResourceError", "ComputeError", "CancelledError",   "PyEngineError"};
   if (status == PE_OK) return;
-  raise(kClasses[status], pe_last_error());
+  raise(kClasses[status], api.last_error());
 }
 
 }  // namespace pe_py
@@ -45,7 +45,7 @@ PYBIND11_MODULE(_core, m) {
       [](const py::bytes& data) {
         const auto view = static_cast<std::string_view>(data);
         uint64_t sum;
-        pe_py::check(pe_checksum(view.data(), view.size(), &sum));
+        pe_py::check(pe_py::linked(), pe_checksum(view.data(), view.size(), &sum));
         return sum;
       },
       py::arg("data"));

@@ -119,7 +119,7 @@ class Program {
  public:
   Program(const py::object& backend, const py::list& ops, const py::list& buffers, int max_batch_tokens,
           int max_sequences, bool timed)
-      : backend_(backend) {
+      : object_(backend), backend_(backend.cast<Backend&>()) {
     std::vector<pe_op> c_ops;
     for (const auto& op : ops) c_ops.push_back(to_op(op.cast<py::dict>()));
     std::vector<pe_buffer_desc> c_buffers;
@@ -151,9 +151,9 @@ class Program {
     desc.max_batch_tokens = max_batch_tokens;
     desc.max_sequences = max_sequences;
     desc.timed = timed;
-    check(pe_program_create(backend.cast<Backend&>().handle, &desc, &handle_));
+    backend_.check(backend_.api.program_create(backend_.handle, &desc, &handle_));
   }
-  ~Program() { pe_program_destroy(handle_); }
+  ~Program() { backend_.api.program_destroy(handle_); }
   Program(const Program&) = delete;
 
   // Returns None when sampling is not asked for, else sampled ids and their log probabilities, those of targets (None
@@ -253,13 +253,13 @@ class Program {
     {
       WatchInterrupt watch(interruptible ? flag : nullptr);
       py::gil_scoped_release release;
-      status = pe_program_run(handle_, &b);
+      status = backend_.api.program_run(handle_, &b);
     }
     if (status == PE_CANCELLED && interruptible) {
       if (!cancel.is_none()) *flag = 0;
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     }
-    check(status);
+    backend_.check(status);
     if (sampling.is_none()) return py::none();
     return py::make_tuple(sampled, logprobs, target_logprobs, top_ids, top_logprobs);
   }
@@ -267,22 +267,22 @@ class Program {
   py::tuple times(bool reset) {
     py::array_t<uint64_t> ns(static_cast<py::ssize_t>(op_count_));
     uint64_t runs, run_ns;
-    check(pe_program_times(handle_, ns.mutable_data(), &runs, &run_ns, reset));
+    backend_.check(backend_.api.program_times(handle_, ns.mutable_data(), &runs, &run_ns, reset));
     return py::make_tuple(ns, runs, run_ns);
   }
 
   py::array_t<uint64_t> routing(bool reset) {
     int64_t count;
-    check(pe_program_routing(handle_, nullptr, &count, 0));
+    backend_.check(backend_.api.program_routing(handle_, nullptr, &count, 0));
     py::array_t<uint64_t> tokens(static_cast<py::ssize_t>(count));
-    check(pe_program_routing(handle_, tokens.mutable_data(), nullptr, reset));
+    backend_.check(backend_.api.program_routing(handle_, tokens.mutable_data(), nullptr, reset));
     return tokens;
   }
 
   py::dict info() {
     size_t arena;
     uint64_t barriers, allocations;
-    check(pe_program_info(handle_, &arena, &barriers, &allocations));
+    backend_.check(backend_.api.program_info(handle_, &arena, &barriers, &allocations));
     py::dict d;
     d["arena_bytes"] = arena;
     d["barriers"] = barriers;
@@ -295,7 +295,7 @@ class Program {
 
   int64_t rows_of(int32_t tensor) {
     void* data;
-    check(pe_tensor_data(backend_.cast<Backend&>().handle, tensor, &data, nullptr));
+    backend_.check(backend_.api.tensor_data(backend_.handle, tensor, &data, nullptr));
     int64_t rows;
     std::memcpy(&rows, static_cast<const char*>(data) + 24, 8);  // TensorHeader.rows
     return rows;
@@ -360,7 +360,8 @@ class Program {
     return p;
   }
 
-  py::object backend_;  // kept alive
+  py::object object_;  // the backend, kept alive
+  Backend& backend_;
   pe_program* handle_ = nullptr;
   size_t op_count_ = 0;
   int64_t vocab_ = 0, hidden_width_ = 0;
