@@ -71,13 +71,14 @@ struct Rope {
   int32_t rotary_dim = 0;
 };
 
-// One layer of a KV group. Block b of head h starts at base + b * block_bytes + h * head_bytes, K first, V at v_offset.
-// K is [32][k_dim], V is [32][v_stride] of float32, bfloat16 or int8 (token by token: a warp reads whole rows); int8: the
-// float32 scales of its 32 tokens follow each: K scales at k_scales, V scales at v_scales, from the head's start.
+// One layer of a KV group (kv_layout.h makes it). Block b of head h starts at base + b * block_bytes + h * head_bytes,
+// K first, V at v_offset. K is [32][k_stride], V is [32][v_stride] of float32, bfloat16 or int8 (token by token: a warp
+// reads whole rows), padded with zeros to 16 values; int8: the float32 scales of its 32 tokens follow each: K scales at
+// k_scales, V scales at v_scales, from the head's start.
 struct KvView {
   uint8_t* base = nullptr;  // of this layer
   int64_t block_bytes = 0, head_bytes = 0, v_offset = 0, k_scales = 0, v_scales = 0;
-  int32_t kv_heads = 0, k_dim = 0, v_dim = 0, v_stride = 0;
+  int32_t kv_heads = 0, k_dim = 0, v_dim = 0, k_stride = 0, v_stride = 0;
   int32_t dtype = 0;               // pe_kv_dtype
   const int32_t* table = nullptr;  // [S][Step::table_width] block ids of this group
 };
@@ -164,14 +165,16 @@ void latent_append(Stream, const Rows& in, const float* norm, float eps, const R
 struct Attention {
   int32_t heads = 0, head_dim = 0, window = 0;
   float scale = 0, softcap = 0;
-  Rows q, out;             // out: float32 [heads * v_dim]
-  Rows quantized;          // where `quantize` is set: out as int8, too
+  Rows q, out;     // out: float32 [heads * v_dim]
+  Rows quantized;  // where `quantize` is set: out as int8, too
   bool quantize = false;
   KvView kv;
-  int tokens = 0;
+  int tokens = 0, sequences = 0;
   int32_t max_partitions = 0;  // of 256 keys: of the longest context this call may see
   float* partials = nullptr;   // attention_scratch_floats(...) floats
 };
+// Enough for this call and for every one with fewer tokens or partitions. Throws Error(PE_UNSUPPORTED) where the heads
+// are too wide for the kernels; so what it was asked for can be launched.
 size_t attention_scratch_floats(const Attention&);
 void attention(Stream, const Attention&, const Step&);
 
