@@ -12,6 +12,6 @@ step() {
 step "$bin/ruff" format --check .
 step "$bin/ruff" check .
 step "$bin/mypy" --strict pyengine
-mapfile -t sources < <(find csrc tests/core -name '*.cc' -o -name '*.h' | sort)
+mapfile -t sources < <(find csrc tests/core tests/cuda_emulation -name '*.cc' -o -name '*.h' | sort)
 step "$bin/clang-format" --dry-run --Werror "${sources[@]}"
 exit "$failed"
