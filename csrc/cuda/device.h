@@ -19,10 +19,10 @@ inline void check(cudaError_t error, const char* what) {
 }
 
 // kernel(args...) on a stream. The kernel may begin before the one in front has ended, so its first access to anything
-// but weights stands behind wait_for_previous().
+// but weights stands behind wait_for_previous(). launch_after begins when all in front has ended.
 template <class... Parameters, class... Arguments>
-void launch(Stream stream, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-            Arguments&&... arguments) {
+void launch_with(unsigned attributes, Stream stream, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                 size_t shared_bytes, Arguments&&... arguments) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -32,8 +32,16 @@ void launch(Stream stream, void (*kernel)(Parameters...), dim3 grid, dim3 block,
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.numAttrs = attributes;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "launch");
+}
+template <class Kernel, class... Arguments>
+void launch(Stream stream, Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) {
+  launch_with(1, stream, kernel, grid, block, shared_bytes, static_cast<Arguments&&>(arguments)...);
+}
+template <class Kernel, class... Arguments>
+void launch_after(Stream stream, Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) {
+  launch_with(0, stream, kernel, grid, block, shared_bytes, static_cast<Arguments&&>(arguments)...);
 }
 
 #ifdef __CUDACC__

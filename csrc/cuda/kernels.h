@@ -1,7 +1,7 @@
-// The CUDA kernels as the runtime sees them: plain structs of device pointers, and functions that launch on a stream and
-// return at once. Nothing here allocates, synchronises or reads device memory on the host, so every call can be captured
-// in a graph. Grids depend on the sizes in the arguments alone (tokens, sequences, most partitions), never on the values
-// in a Step, so that a captured graph can be replayed when only those change.
+// The CUDA kernels as the runtime sees them: plain structs of device pointers, and functions that launch on a stream
+// and return at once. Nothing here allocates, synchronises or reads device memory on the host, so every call can be
+// captured in a graph. Grids depend on the sizes in the arguments alone (tokens, sequences, most partitions), never on
+// the values in a Step, so that a captured graph can be replayed when only those change.
 //
 // A launch that the driver refuses throws Error(PE_RESOURCE); what a kernel finds wrong in the numbers goes to
 // Step::failure.
@@ -19,7 +19,8 @@ namespace pe::cuda {
 using Stream = cudaStream_t;
 
 constexpr int kTileColumns = 64;  // a tile: 16 rows (one panel) x 64 columns, the group of activations
-constexpr int kFewTokens = 8;     // up to here `linear` has the same bits for a row, whatever the batch (one mma column a token)
+constexpr int kFewTokens =
+    8;  // up to here `linear` has the same bits for a row, whatever the batch (one mma column a token)
 
 // A packed weight in device memory, in the order in which the tensor cores take it (repack.h; docs/cuda.md). Tiles of a
 // panel stand side by side, panels one behind the other; a tile carries its data and then the scales of its groups.
@@ -109,9 +110,9 @@ void tap(Stream, const Rows& in, const int32_t* place, float* out, int count);
 
 struct Linear {
   Matrix weight;
-  Rows in, out;                // integer weights: in.quantized
-  const float* bias = nullptr; // [panels * 16] or nullptr
-  float factor = 0;            // not 0: out += factor * result
+  Rows in, out;                 // integer weights: in.quantized
+  const float* bias = nullptr;  // [panels * 16] or nullptr
+  float factor = 0;             // not 0: out += factor * result
   int tokens = 0;
 };
 void linear(Stream, const Linear&);
@@ -135,7 +136,8 @@ void head_linear(Stream, const Matrix&, const Rows& in, int heads, int head_dim,
 // PE_OP_DEQUANTIZE: into the tiles of a PE_F32 matrix.
 void dequantize(Stream, const Matrix&, const Matrix& out);
 
-// ---- gemm.cu: many tokens: both sides as bfloat16 (float32 for f32 weights) into scratch, then cuBLASLt --------------
+// ---- gemm.cu: many tokens: both sides as bfloat16 (float32 for f32 weights) into scratch, then cuBLASLt
+// --------------
 
 class Gemm;  // opened once a backend; gemm.h
 size_t gemm_scratch_bytes(const Matrix&, int tokens);
@@ -178,7 +180,8 @@ struct Attention {
 size_t attention_scratch_floats(const Attention&);
 void attention(Stream, const Attention&, const Step&);
 
-// ---- route.cu, moe.cu ----------------------------------------------------------------------------------------------------
+// ---- route.cu, moe.cu
+// ----------------------------------------------------------------------------------------------------
 
 // Rows of tokens sorted by expert; all arrays are device memory of the program, filled by `route`.
 struct Routing {
@@ -198,7 +201,8 @@ struct Router {
 };
 void route(Stream, const Router&, const Routing&, const Step&, int tokens);  // scores, choice, sorting; checks finite
 // Experts' matrices stand one behind the other (panels of expert e from e * panels / experts).
-void moe_gate_up(Stream, const Matrix& weight, const Rows& in, int activation, const Rows& out, const Routing&, int tokens);
+void moe_gate_up(Stream, const Matrix& weight, const Rows& in, int activation, const Rows& out, const Routing&,
+                 int tokens);
 void moe_down(Stream, const Matrix& weight2, const Rows& in, const Rows& rows, float factor, const Rows& out,
               const Routing&, int tokens);  // factor 0: out = ..., else out += factor * ...
 

@@ -39,4 +39,34 @@ __device__ __forceinline__ float value_of(const Matrix& m, int64_t row, int64_t 
   return m.format == PE_INT4_MIN ? fmaf(step, q, static_cast<float>(minimum) * units[kPanel]) : step * q;
 }
 
+// Columns 8e .. 8e + 7 of row r of a tile, the values that value_of gives; units: those of the tile's panel.
+__device__ __forceinline__ void eight_values(const Matrix& m, const uint8_t* tile, const float* units, int r, int e,
+                                             float (&x)[8]) {
+  if (m.format == PE_BF16) {
+    const uint4 v = *reinterpret_cast<const uint4*>(tile + element_at(PE_BF16, r, 8 * e));
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 8; ++i) x[i] = from_bf16(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16)));
+    return;
+  }
+  for (int half = 0; half < 2; ++half) {
+    const int c = 8 * e + 4 * half;
+    if (m.format == PE_F32) {
+      const float4 v = *reinterpret_cast<const float4*>(tile + element_at(PE_F32, r, c));
+      x[4 * half] = v.x, x[4 * half + 1] = v.y, x[4 * half + 2] = v.z, x[4 * half + 3] = v.w;
+      continue;
+    }
+    uint32_t word = *reinterpret_cast<const uint32_t*>(tile + element_at(m.format, r, c));
+    if (m.format != PE_INT8) word = (c < 32 ? word : word >> 4) & 0x0f0f0f0fu;
+    const int offset = m.format == PE_INT8 ? 128 : m.format == PE_INT4_SYM ? 8 : 0;
+    int scale, minimum;
+    numbers_of(m.format, m.group, tile, r, c, scale, minimum);
+    const float step = static_cast<float>(scale) * units[r];
+    const float least = m.format == PE_INT4_MIN ? static_cast<float>(minimum) * units[kPanel + r] : 0.0f;
+    for (int i = 0; i < 4; ++i) {
+      const auto q = static_cast<float>(static_cast<int>(word >> (8 * i) & 255) - offset);
+      x[4 * half + i] = m.format == PE_INT4_MIN ? fmaf(step, q, least) : step * q;
+    }
+  }
+}
+
 }  // namespace pe::cuda

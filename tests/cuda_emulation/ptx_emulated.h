@@ -89,6 +89,9 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 inline void copy_async16(void* shared, const void* global, PE_SITE) {
   cuda_emulation::copy_async(shared, global, 16, site);
 }
+inline void copy_async4(void* shared, const void* global, PE_SITE) {
+  cuda_emulation::copy_async(shared, global, 4, site);
+}
 inline void copy_async_commit() { cuda_emulation::copy_async_commit(); }
 template <int N>
 void copy_async_wait() {
