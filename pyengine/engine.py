@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import hub, quantize, system
-from pyengine._core import Backend
+from pyengine import cuda, hub, quantize, system
 from pyengine.balance import balance_keys
 from pyengine.batching import generate_batch
 from pyengine.calibrate import CALIBRATION_TOKENS, Calibrator
@@ -26,7 +25,7 @@ from pyengine.chat import ChatRequests
 from pyengine.checkpoint import Checkpoint
 from pyengine.config import load_model_spec
 from pyengine.decoder import BuiltProgram, KvLayout, build
-from pyengine.engine_options import check_device, choose_ctx_size, choose_kv_dtype, load_arguments, stored_quant
+from pyengine.engine_options import choose_ctx_size, choose_kv_dtype, load_arguments, stored_quant
 from pyengine.engine_reports import EngineReports
 from pyengine.errors import RequestError, ResourceError, TokenizerError
 from pyengine.generate import GenerationStream
@@ -78,7 +77,7 @@ class Engine(EngineReports, ChatRequests):
         self._process = os.getpid()
         self._closed = False
         self._timed: Callable[[], Timed | None] = nobody  # whose decode steps the timers now count
-        self.device = check_device(arguments["device"])
+        self.device = cuda.choose(arguments["device"])
         system.check_room(folder)
         self.notes: list[str] = []
         quant = default_quant(folder) if arguments["quant"] is None else arguments["quant"]
@@ -96,7 +95,7 @@ class Engine(EngineReports, ChatRequests):
             if is_gguf(folder):
                 say_blocks(folder, self.quant, log)
             self.tokenizer = self._load_tokenizer()
-            self.backend = Backend(arguments["threads"] or 0, arguments["isa"] or "")
+            self.backend = cuda.open_backend(self.device, arguments["threads"], arguments["isa"])
             self.isa, self.threads = self.backend.isa, self.backend.threads
             self._check_memory(checkpoint)
             self.weights = load_through(
@@ -446,7 +445,7 @@ def load(
     kv_dtype: str | None = None,
     threads: int | None = None,
     ctx_size: int = 0,
-    device: str = "auto",
+    device: str | None = None,
     isa: str | None = None,
     calibration: bool = True,
     strict: bool = False,
@@ -463,12 +462,14 @@ def load(
     most 5 bits per weight. group_size: 32, 64 or 128 for int4.
     int4_scheme: "minimum" or "symmetric". kv_dtype: "bf16", "f32" (the default with quant="f32") or "int8" (half of
     bf16). threads: None = PYENGINE_THREADS, else the physical cores this process may use. isa: None = PYENGINE_ISA,
-    else the best. ctx_size: a limit, 0 = the model's maximum. calibration: weight the errors of int8 and int4 with
-    E[x^2] of a short text. strict: unknown config keys and weights that are all zero are errors. cache: read packed
-    weights that an earlier load left on disk, and leave them where this one took over 2 s; cache_limit: bytes that
-    such files may take in all. prefix_cache_bytes: what KV blocks of earlier requests may take, which requests with the
-    same beginning use again (default 256 MiB, 0 = none); no result depends on it. progress: called with (done, total,
-    what). log: called with a line about the cache's files, and where a GGUF is quantized again; default: to stderr.
+    else the best; both are of the CPU, which packs the weights for every device. device: "cpu", "cuda" (the first one),
+    "cuda:N", or "auto", CUDA where it can be used; None = PYENGINE_DEVICE, else auto. ctx_size: a limit, 0 = the
+    model's maximum. calibration: weight the errors of int8 and int4 with E[x^2] of a short text. strict: unknown config
+    keys and weights that are all zero are errors. cache: read packed weights that an earlier load left on disk, and
+    leave them where this one took over 2 s; cache_limit: bytes that such files may take in all. prefix_cache_bytes:
+    what KV blocks of earlier requests may take, which requests with the same beginning use again (default 256 MiB, 0 =
+    none); no result depends on it. progress: called with (done, total, what). log: called with a line about the cache's
+    files, and where a GGUF is quantized again; default: to stderr.
     Errors: those of pyengine.errors, each naming file, tensor, key or argument.
     """
     arguments = load_arguments(

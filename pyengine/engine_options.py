@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pyengine import system
+from pyengine import cuda, system
 from pyengine.checkpoint import Checkpoint
 from pyengine.errors import RequestError, UnsupportedModelError
 from pyengine.kv_cache import KV_DTYPES
@@ -28,21 +28,16 @@ def load_arguments(**given: Any) -> dict[str, Any]:
     for name in ("calibration", "strict", "cache"):
         if not isinstance(given[name], bool):
             raise RequestError(f"{name} {given[name]!r}; expected True or False")
-    return {**given, "threads": threads, "isa": isa or os.environ.get("PYENGINE_ISA") or None}
+    what = "device" if given["device"] is not None else "PYENGINE_DEVICE"
+    device = cuda.wanted() if given["device"] is None else given["device"]
+    cuda.choose(device, what)
+    return {**given, "threads": threads, "device": device, "isa": isa or os.environ.get("PYENGINE_ISA") or None}
 
 
 def stored_quant(checkpoint: Checkpoint) -> str:
     """What `none` means: bf16 where every matrix is stored as BF16, else f32 (which holds F16 and BF16 exactly)."""
     kinds = {info.dtype for info in checkpoint.tensors.values() if len(info.shape) == 2}
     return "bf16" if kinds == {"BF16"} else "f32"
-
-
-def check_device(device: str) -> str:
-    if device in ("auto", "cpu"):
-        return "cpu"
-    if device == "cuda":
-        raise UnsupportedModelError("device 'cuda': this version has no CUDA backend; expected 'auto' or 'cpu'")
-    raise RequestError(f"device {device!r}; expected 'auto' or 'cpu'")
 
 
 def choose_kv_dtype(kv_dtype: str | None, quant: str, spec: ModelSpec) -> str:

@@ -182,7 +182,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, engine: Any = None) -
     fake = engine or FakeEngine(folder=folder)
     monkeypatch.setattr(_options, "model_folder", lambda args, **_: folder)
     monkeypatch.setattr(_options, "open_engine", lambda args, folder, **_: fake)
-    monkeypatch.setattr(machine, "known_read", lambda threads: None)
+    monkeypatch.setattr(machine, "known_read", lambda *_: None)
     for name in ("PYENGINE_THREADS", "PYENGINE_DEVICE", "PYENGINE_ISA"):
         monkeypatch.delenv(name, raising=False)
     return fake

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pyengine import system, text_file
+from pyengine import cuda, system, text_file
 from pyengine.cli import _output
-from pyengine.errors import RequestError, UnsupportedModelError
+from pyengine.errors import RequestError
 
 if TYPE_CHECKING:
     from pyengine.engine import Engine
 
-DEVICES = ("auto", "cpu", "cuda")
 QUANTS = ("none", "f32", "bf16", "int8", "int4")
 INT4_SCHEMES = ("minimum", "symmetric")
 KV_DTYPES = ("bf16", "f32", "int8")
@@ -59,7 +58,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-t", "--threads", type=int, metavar="N", help="worker threads; also PYENGINE_THREADS")
     group.add_argument("--no-cache", action="store_true", help="neither read nor write packed weights on disk")
     group.add_argument("--cache-limit", type=float, metavar="GB", help="packed weights on disk, in all (default 20)")
-    group.add_argument("--device", choices=DEVICES, help="auto (default), cpu or cuda; also PYENGINE_DEVICE")
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="auto (default: CUDA where it can be used), cpu, cuda or cuda:N; also PYENGINE_DEVICE",
+    )
 
 
 def add_common(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
@@ -120,15 +123,10 @@ def threads(args: argparse.Namespace) -> int | None:
 
 
 def device(args: argparse.Namespace) -> str:
-    """--device, else PYENGINE_DEVICE, else auto. cuda is a known word without a backend in this version."""
-    where, value = "--device", args.device
-    if value is None:
-        where, value = "PYENGINE_DEVICE", os.environ.get("PYENGINE_DEVICE") or "auto"
-    if value not in DEVICES:
-        raise RequestError(f"{where}: {value!r}; expected one of {', '.join(DEVICES)}")
-    if value == "cuda":
-        raise UnsupportedModelError(f"{where}: this version has no CUDA backend; expected auto or cpu")
-    return str(value)
+    """--device, else PYENGINE_DEVICE, else auto: one that can be used."""
+    value = cuda.wanted() if args.device is None else str(args.device)
+    cuda.choose(value, "PYENGINE_DEVICE" if args.device is None else "--device")
+    return value
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -180,7 +178,8 @@ def open_engine(args: argparse.Namespace, folder: Path, *, warn: bool = True) ->
         quant = _output.format_quant(opened.quant, opened.group_size)
         _output.message(
             f"{opened.folder} ({opened.spec.family}): {quant}, {opened.bits_per_weight:.2f} bits per weight, "
-            f"{opened.isa}, {opened.threads} threads, context {opened.ctx_size}, loaded in {opened.load_ms / 1e3:.2f} s"
+            f"{', '.join(_output.processor(opened.device, opened.threads, opened.isa))}, context {opened.ctx_size}, "
+            f"loaded in {opened.load_ms / 1e3:.2f} s"
         )
     return opened
 

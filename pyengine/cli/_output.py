@@ -81,11 +81,9 @@ def statistics_line(record: Mapping[str, Any], *, sampled: bool, limit_gb_per_s:
         read = timings["decode_steps"] / timings["predicted_ms"] * record["weight_bytes_per_token"] / 1e6
         fraction = f" ({100 * read / limit_gb_per_s:.0f} % of this machine)" if limit_gb_per_s else ""
         parts.append(f"{read:.1f} GB/s{fraction}")
-    threads = record["threads"]
     how = [
         format_quant(record["quant"], record["group_size"]),
-        f"{threads} thread{'' if threads == 1 else 's'}",
-        record["isa"],
+        *processor(record["device"], record["threads"], record["isa"]),
         record["prompt_format"],
     ]
     if sampled:
@@ -93,6 +91,11 @@ def statistics_line(record: Mapping[str, Any], *, sampled: bool, limit_gb_per_s:
     parts.append(", ".join(how))
     parts.append(f"peak {format_bytes(record['peak_rss_bytes'])}")
     return " | ".join(parts)
+
+
+def processor(device: str, threads: int, isa: str) -> list[str]:
+    """What computes: of the CPU its threads and ISA."""
+    return [f"{threads} thread{'' if threads == 1 else 's'}", isa] if device == "cpu" else [device]
 
 
 class Progress:

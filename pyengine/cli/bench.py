@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pyengine.cli import _options, _output
-from pyengine.errors import RequestError, ResourceError
+from pyengine.errors import RequestError, ResourceError, UnsupportedModelError
 from pyengine.reports.tables import table
 
 if TYPE_CHECKING:
@@ -122,10 +122,11 @@ def made_of(rows: Sequence[Row | KernelRow]) -> str:
 
 
 def machine_lines(machine: dict[str, Any]) -> str:
+    from pyengine.reports.machine import processor
+
     samples = machine["read_samples"]
-    threads = machine["threads"]
     return (
-        f"{machine['cpu']}, {machine['isa']}, {threads} thread{'' if threads == 1 else 's'}; "
+        f"{processor(machine)}; "
         f"commit {machine['commit'] or 'unknown'}, {machine['compiler']}\n"
         f"limits: read {machine['read_gb_per_s']:.1f} GB/s ({min(samples):.1f} to {max(samples):.1f} in "
         f"{len(samples)} samples), int8 {machine['int8_gops']:.0f} Gop/s, float32 {machine['f32_gflops']:.0f} GFLOP/s"
@@ -153,15 +154,16 @@ def describe_model(engine: Engine) -> dict[str, Any]:
     }
 
 
-def keep(threads: int, gauge: Gauge, *, quiet: bool) -> None:
+def keep(device: str, threads: int, gauge: Gauge, *, quiet: bool) -> None:
     """Store the read bandwidth for `generate` if the machine was quiet; else, or if it cannot be written, a warning."""
-    from pyengine.reports.machine import remember_read
+    from pyengine.reports.machine import reader, remember_read
 
     disturbed = gauge.disturbed(threads)
     problem = f"the machine was not quiet: {disturbed}; its bandwidth is not kept"
     if disturbed is None:
         try:
-            remember_read(threads, gauge.limits.read_gb_per_s)
+            count, name = reader(device, threads)
+            remember_read(count, gauge.limits.read_gb_per_s, name)
             return
         except ResourceError as error:
             problem = f"the read bandwidth is not kept: {error}"
@@ -180,9 +182,9 @@ def run_model(args: argparse.Namespace) -> int:
         with contextlib.closing(bench.ModelRunner(engine)) as runner, contextlib.closing(progress):
             runner.check(tests)
             rows = bench.run(runner, gauge, tests, repetitions=args.repetitions, progress=progress)
-        about = gauge.to_json(isa=engine.isa, threads=engine.threads)
+        about = gauge.to_json(isa=engine.isa, threads=engine.threads, device=engine.device)
         model = describe_model(engine)
-    keep(about["threads"], gauge, quiet=args.quiet)
+    keep(about["device"], about["threads"], gauge, quiet=args.quiet)
     if args.json:
         _output.print_json({"machine": about, **model, "results": [row.to_json() for row in rows]})
     else:
@@ -224,7 +226,8 @@ def run_kernels(args: argparse.Namespace) -> int:
     from pyengine.config import load_model_spec
     from pyengine.reports import kernel_bench, kernel_ops
 
-    _options.device(args)
+    if _options.device(args).startswith("cuda"):
+        raise UnsupportedModelError("--kernels times the kernels of the CPU; expected --device cpu")
     threads = _options.threads(args) or _core.default_threads()
     isas = chosen_isas(args.isa or os.environ.get("PYENGINE_ISA") or None)
     ops = list(kernel_ops.OPS) if args.ops is None else args.ops
@@ -253,7 +256,7 @@ def run_kernels(args: argparse.Namespace) -> int:
             note=None if args.quiet else _output.warning,
         )
     machines = [gauge.to_json(isa=isa, threads=threads) for isa, gauge in gauges.items()]
-    keep(threads, gauges[isas[0]], quiet=args.quiet)
+    keep("cpu", threads, gauges[isas[0]], quiet=args.quiet)
     if args.json:
         limits = {isa: asdict(gauge.limits) for isa, gauge in gauges.items()}
         _output.print_json({"machine": machines[0], "limits": limits, "results": [row.to_json() for row in rows]})

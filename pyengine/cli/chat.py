@@ -55,9 +55,9 @@ def check_has_template(folder: Path, args: argparse.Namespace) -> None:
 
 def report(record: dict[str, Any], values: Mapping[str, Any]) -> None:
     """The line of statistics after an answer."""
-    from pyengine.reports.machine import known_read
+    from pyengine.reports.machine import known_read, reader
 
-    limit = known_read(record["threads"])
+    limit = known_read(*reader(record["device"], record["threads"]))
     line = _output.statistics_line(record, sampled=values["temperature"] > 0, limit_gb_per_s=limit)
     print(line, file=sys.stderr, flush=True)
 

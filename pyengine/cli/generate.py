@@ -296,9 +296,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _output.print_json(record)
     elif not args.quiet:
-        from pyengine.reports.machine import known_read
+        from pyengine.reports.machine import known_read, reader
 
-        limit = known_read(record["threads"])
+        limit = known_read(*reader(record["device"], record["threads"]))
         line = _output.statistics_line(record, sampled=args.temperature > 0, limit_gb_per_s=limit)
         print(line, file=sys.stderr, flush=True)
     return EXIT_CANCELLED if cancelled else 0

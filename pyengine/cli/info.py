@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from dataclasses import asdict
 from typing import Any
 
-from pyengine import __version__, system
+from pyengine import __version__, cuda, system
 from pyengine.cli import _options, _output
+from pyengine.errors import ResourceError
 
 
 def add_parser(commands: Any) -> None:
@@ -39,9 +41,28 @@ def describe() -> dict[str, Any]:
         "isas": [{"name": isa["name"], "available": isa["available"]} for isa in isas],
         "isa": next((isa["name"] for isa in isas if isa["chosen"]), None),
         "threads": _core.default_threads() if threads is None else threads,
-        "devices": ["cpu"],
+        "devices": devices(),
         "cache": str(cache_dir()),
     }
+
+
+def devices() -> list[dict[str, Any]]:
+    """What a model can run on, and why not on CUDA where that is so."""
+    found: list[dict[str, Any]] = [{"name": "cpu", "available": True}]
+    try:
+        found += [{**asdict(device), "available": True} for device in cuda.devices()]
+    except ResourceError as error:
+        found.append({"name": "cuda", "available": False, "reason": str(error)})
+    return found
+
+
+def device_line(device: dict[str, Any]) -> str:
+    if not device["available"]:
+        return f"{device['name']}: not used: {device['reason']}"
+    if "model" not in device:
+        return str(device["name"])
+    free, total = device["free_bytes"] / 1e9, device["total_bytes"] / 1e9
+    return f"{device['name']}: {device['model']}, {free:.1f} of {total:.1f} GB free"
 
 
 def print_info(record: dict[str, Any]) -> None:
@@ -53,7 +74,8 @@ def print_info(record: dict[str, Any]) -> None:
     print(f"features  {' '.join(record['cpu_features'])}")
     print(f"isa       {record['isa']}, of {isas}")
     print(f"threads   {record['threads']}")
-    print(f"devices   {', '.join(record['devices'])}")
+    for at, device in enumerate(record["devices"]):
+        print(f"{'' if at else 'devices':9} {device_line(device)}")
     print(f"cache     {record['cache']}")
 
 

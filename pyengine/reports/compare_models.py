@@ -228,7 +228,7 @@ def compare(
     against: a format of the same model ("none": as stored), or another model (a folder or hub id) in its stored format.
     text: a file (None: the text that comes with pyengine), from byte `text_offset` on; `tokens` of it in windows of
     `window`. layers: errors module by module. swap: one module at a time. prompt: greedy texts of both, raw, of up to
-    `max_tokens`. load: further arguments of `pyengine.load` for the quantized model (threads and cache for both).
+    `max_tokens`. load: further arguments of `pyengine.load` for the quantized model (threads, device, cache: both).
     Errors: those of `pyengine.load`, and of `compare_sides`.
     """
     from pyengine.engine import load as load_engine
@@ -238,7 +238,9 @@ def compare(
     other, fmt = folder, os.fspath(against)
     if fmt not in quantize.QUANTS:
         other, fmt = hub.resolve(fmt, offline=offline), "none"
-    shared = {key: load[key] for key in ("threads", "isa", "cache", "cache_limit", "strict", "log") if key in load}
+    shared = {
+        key: load[key] for key in ("threads", "isa", "device", "cache", "cache_limit", "strict", "log") if key in load
+    }
     options = Options(tokens, window, layers, swap, prompt, max_tokens)
     sides = (
         Side(other, fmt, None, lambda: load_engine(other, quant=fmt, **shared)),

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import __version__, _core
+from pyengine import __version__, _core, cuda
 from pyengine._core import Limit
 from pyengine.errors import ResourceError
 from pyengine.paths import cache_dir
@@ -113,10 +113,12 @@ class Gauge:
     def limits(self) -> Limits:
         return median(self.samples)
 
-    def to_json(self, *, isa: str, threads: int) -> dict[str, Any]:
+    def to_json(self, *, isa: str, threads: int, device: str = "cpu") -> dict[str, Any]:
         """The `machine` object of `bench --json`."""
         limits = self.limits
         return {
+            "device": device,
+            "device_model": device_model(device),
             "cpu": cpu_name(),
             "isa": isa,
             "threads": threads,
@@ -234,6 +236,24 @@ def _entries() -> list[dict[str, Any]]:
         for entry in (entries if isinstance(entries, list) else [])
         if isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in keys.items())
     ]
+
+
+def device_model(device: str) -> str:
+    """What the maker calls a device that a model runs on."""
+    return cpu_name() if device == "cpu" else cuda.devices()[int(device.partition(":")[2])].model
+
+
+def processor(machine: dict[str, Any]) -> str:
+    """A `machine` object in words: what computed."""
+    if machine["device"] != "cpu":
+        return f"{machine['device_model']} ({machine['device']})"
+    threads = machine["threads"]
+    return f"{machine['cpu']}, {machine['isa']}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def reader(device: str, threads: int) -> tuple[int, str]:
+    """Of what `known_read` and `remember_read` keep the bandwidth: threads of this CPU, or a device."""
+    return threads if device == "cpu" else 0, device_model(device)
 
 
 def known_read(threads: int, cpu: str | None = None) -> float | None:

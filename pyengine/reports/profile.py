@@ -122,6 +122,6 @@ def profile(
         prefill=prefill,
         sweep=tuple(sweep),
         cost=timer_cost(*pairs),
-        machine=gauge.to_json(isa=engine.isa, threads=engine.threads),
+        machine=gauge.to_json(isa=engine.isa, threads=engine.threads, device=engine.device),
         trace=tuple(events(program, [("prompt", prompt), ("decode", every)])),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pyengine.reports.machine import processor
 from pyengine.reports.tables import facts, share, short, table
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def about(p: Profile) -> list[tuple[str, str]]:
         ("formats", f"{p.quant}{group}, {p.bits_per_weight:.2f} bits per weight, {p.kv_dtype} KV"),
         (
             "machine",
-            f"{m['cpu']}, {m['isa']}, {m['threads']} threads: read {m['read_gb_per_s']:.1f} GB/s, int8 "
+            f"{processor(m)}: read {m['read_gb_per_s']:.1f} GB/s, int8 "
             f"{m['int8_gops']:.0f} Gop/s, float32 {m['f32_gflops']:.0f} GFLOP/s",
         ),
         *([("not quiet", m["disturbed"])] if m["disturbed"] else []),

@@ -81,7 +81,6 @@ def argmax_chain(engine: pyengine.Engine, prompt: list[int], count: int) -> list
         ({"threads": True}, pyengine.RequestError),
         ({"ctx_size": -1}, pyengine.RequestError),
         ({"ctx_size": 513}, pyengine.RequestError),
-        ({"device": "cuda"}, pyengine.UnsupportedModelError),
         ({"device": "tpu"}, pyengine.RequestError),
         ({"isa": "avx1024"}, pyengine.ResourceError),
     ],
