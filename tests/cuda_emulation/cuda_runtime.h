@@ -188,6 +188,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments&&... arguments) {
   static_assert((std::is_trivially_copyable_v<Parameters> && ...), "arguments of a kernel are copied as bytes");
   std::tuple<Parameters...> copies(std::forward<Arguments>(arguments)...);
+  std::apply([](auto&... values) { (__builtin_clear_padding(&values), ...); }, copies);  // old pointers may lie there
   const cuda_emulation::Argument none{};
   return std::apply(
       [&](const auto&... values) {

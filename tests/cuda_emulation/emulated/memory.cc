@@ -10,6 +10,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "fiber.h"
 #include "scheduler.h"
@@ -66,6 +68,7 @@ size_t used_bytes = 0;
 Guarded shared_pages;
 char* shared = nullptr;
 size_t shared_bytes = 0, shared_slack = 0;
+std::vector<std::pair<char*, size_t>> static_shared;  // of the kernel that runs
 
 // What a kernel did to be stopped; written by the signal handler, read where it lands.
 char fault_text[160];
@@ -91,6 +94,7 @@ void describe_fault(const void* address) {
   }
 }
 
+thread_local char* alternate = nullptr;  // a stack for the handler
 struct sigaction previous_segv, previous_bus;
 
 void on_fault(int signal, siginfo_t* info, void* context) {
@@ -177,7 +181,9 @@ const void* host_pointer_in(const void* bytes, size_t size) {
   return nullptr;
 }
 
-void fill_shared_memory(const void* kernel, size_t dynamic_bytes) {
+void begin_shared_memory(const void* kernel) { static_shared = shared_variables(kernel); }
+
+void fill_shared_memory(size_t dynamic_bytes) {
   if (!shared_pages.mapped) shared_pages = map_guarded(kMaxSharedBytes, kSharedAlignment);
   __asan_unpoison_memory_region(shared_pages.data, kMaxSharedBytes);
   const size_t padded = round_up(dynamic_bytes, kSharedAlignment);
@@ -188,14 +194,16 @@ void fill_shared_memory(const void* kernel, size_t dynamic_bytes) {
   // Under AddressSanitizer what the kernel did not ask for faults at once.
   __asan_poison_memory_region(shared + shared_bytes, shared_slack);
   __asan_poison_memory_region(shared_pages.data, static_cast<size_t>(shared - shared_pages.data));
-  for (const auto& [variable, bytes] : shared_variables(kernel)) memset(variable, kGarbage, bytes);
+  for (const auto& [variable, bytes] : static_shared) memset(variable, kGarbage, bytes);
 }
 
 bool in_shared_memory(const void* p, size_t bytes) {
   const char* a = static_cast<const char*>(p);
   if (a >= shared_pages.mapped && a < shared_pages.mapped + shared_pages.mapped_bytes)
     return a >= shared && a + bytes <= shared + shared_bytes;
-  return !in_device_memory(p, 1) && !in_fiber_stack(p);  // a static __shared__ variable
+  for (const auto& [variable, variable_bytes] : static_shared)
+    if (a >= variable && a + bytes <= variable + variable_bytes) return true;
+  return static_shared.empty() && !in_device_memory(p, 1) && !in_fiber_stack(p);  // where they lie is not known
 }
 
 const char* check_shared_memory() {
@@ -216,7 +224,6 @@ void install_fault_handler() {
     return sigaction(SIGSEGV, &action, &previous_segv) == 0 && sigaction(SIGBUS, &action, &previous_bus) == 0;
   }();
   if (!installed) abort();
-  thread_local char* alternate = nullptr;
   stack_t now{};
   if (alternate || sigaltstack(nullptr, &now) != 0 || !(now.ss_flags & SS_DISABLE)) return;
   alternate = static_cast<char*>(malloc(64 << 10));

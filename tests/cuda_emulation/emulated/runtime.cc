@@ -27,6 +27,7 @@ struct Work {
 
 std::recursive_mutex lock_;
 std::string failure;
+thread_local std::string error_text;
 cudaError_t last_error = cudaSuccess;
 std::set<cudaStream_t> streams;
 std::set<cudaEvent_t> events;
@@ -186,14 +187,13 @@ const char* cudaGetErrorName(cudaError_t error) {
   return "unrecognized error code";
 }
 const char* cudaGetErrorString(cudaError_t error) {
-  thread_local std::string text;
   std::lock_guard guard(lock_);
-  text = cudaGetErrorName(error);
+  error_text = cudaGetErrorName(error);
   if (error == cudaErrorMemoryAllocation)
-    text = "out of memory";
+    error_text = "out of memory";
   else if (error != cudaSuccess && error != cudaErrorNotReady && !failure.empty())
-    text += ": " + failure;
-  return text.c_str();
+    error_text += ": " + failure;
+  return error_text.c_str();
 }
 cudaError_t cudaGetLastError() {
   std::lock_guard guard(lock_);

@@ -161,7 +161,7 @@ void start_block(uint64_t block) {
     t.copies.clear();
     t.groups = 0;
   }
-  fill_shared_memory(launch->function, launch->shared_bytes);
+  fill_shared_memory(launch->shared_bytes);
 }
 
 // One warp as far as it gets; returns whether any lane ran.
@@ -240,6 +240,7 @@ std::string run_grid(const Launch& l) {
   install_fault_handler();
   if (!random_state) random_state = seed() * 0x2545f4914f6cdd1du + 1;
   launch = &l;
+  begin_shared_memory(l.function);
   blockDim = l.block;
   gridDim = l.grid;
   error.clear();

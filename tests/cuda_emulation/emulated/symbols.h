@@ -9,7 +9,7 @@
 namespace cuda_emulation {
 
 std::string symbol_name(const void* function);  // or file+offset, where the file has no symbol table
-// [begin, bytes) of each.
-const std::vector<std::pair<char*, size_t>>& shared_variables(const void* kernel);
+// [begin, bytes) of all those of the file, for the thread that calls.
+std::vector<std::pair<char*, size_t>> shared_variables(const void* kernel);
 
 }  // namespace cuda_emulation

@@ -8,7 +8,13 @@
 #define __device__
 #define __host__
 #define __constant__ static
-#define __shared__ static  // one block runs at a time; filled before every block (symbols.h)
+// One block runs at a time. As a variable of the thread it can be told from others and filled before every block
+// (symbols.h); AddressSanitizer puts guards around static ones only.
+#ifdef __SANITIZE_ADDRESS__
+#define __shared__ static
+#else
+#define __shared__ static __thread
+#endif
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __grid_constant__
