@@ -3,7 +3,7 @@
 namespace pe_py {
 
 Backend::Backend(int threads, const std::string& isa, const Library* library) : api(library ? library->api : linked()) {
-  const pe_backend_config config{sizeof(pe_backend_config), threads, isa.empty() ? nullptr : isa.c_str()};
+  const pe_backend_config config{sizeof(pe_backend_config), threads, isa.empty() ? nullptr : isa.c_str(), nullptr};
   check(api.backend_create(&config, &handle));
 }
 

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define PE_ABI_VERSION 1
+#define PE_ABI_VERSION 2
 #define PE_LAYOUT_VERSION 1 /* of tensors in memory and on disk: docs/packed_formats.md */
 
 typedef enum pe_status {
@@ -49,16 +49,23 @@ PE_API int32_t pe_isa_available(int32_t i);
 PE_API const char* pe_cpu_features(void); /* space separated */
 PE_API int32_t pe_default_threads(void);  /* min(affinity, cgroup quota, physical cores), at least 1 */
 
+/* Devices besides the CPU. 0 where there are none: pe_last_error() says why. */
+PE_API int32_t pe_device_count(void);
+PE_API const char* pe_device_name(int32_t i); /* as its maker calls it; NULL past the end */
+PE_API pe_status pe_device_bytes(int32_t i, uint64_t* free, uint64_t* total);
+
 typedef struct pe_backend_config {
   uint32_t struct_size;
-  int32_t threads; /* 0 = pe_default_threads(); 1..1024 */
-  const char* isa; /* NULL = the best available; else a name, which must be available */
+  int32_t threads;    /* 0 = pe_default_threads(); 1..1024 */
+  const char* isa;    /* NULL = the best available; else a name, which must be available */
+  const char* device; /* "cpu", "cuda" (the first) or "cuda:1"; NULL = what the library was built for */
 } pe_backend_config;
 
 PE_API pe_status pe_backend_create(const pe_backend_config* config, pe_backend** out);
 PE_API void pe_backend_destroy(pe_backend* backend); /* programs of it must be destroyed first */
 PE_API const char* pe_backend_isa(const pe_backend* backend);
 PE_API int32_t pe_backend_threads(const pe_backend* backend);
+PE_API const char* pe_backend_device(const pe_backend* backend); /* "cpu", "cuda:0" */
 
 /* ---- limits: what the machine can do with this backend's threads and ISA -------------------------------------------
  */

@@ -4,7 +4,7 @@
 // is a task of its own and the merge follows after a barrier. Both merge the same partials in the same ascending order.
 #include <algorithm>
 
-#include "runtime/program.h"
+#include "runtime/cpu_program.h"
 
 namespace pe {
 
@@ -14,7 +14,7 @@ constexpr int64_t kRunsPerThread = 6;  // so that a slow thread does not hold up
 constexpr int64_t kMaxRun = 8;         // partitions
 }  // namespace
 
-void Program::tile_batch() {
+void CpuProgram::tile_batch() {
   const pe_batch& b = *batch_;
   int64_t partial_rows = 0;
   bool long_context = false;
@@ -43,7 +43,7 @@ void Program::tile_batch() {
 }
 
 // What all partitions of a tile's rows of one group of heads share, in this thread's scratch.
-AttentionArgs Program::tile_rows(const Op& op, const TokenTile& tile, int64_t group, int thread) {
+AttentionArgs CpuProgram::tile_rows(const Op& op, const TokenTile& tile, int64_t group, int thread) {
   const int32_t heads = op.group_heads, rows = (tile.end - tile.begin) * heads;
   uint8_t* scratch = thread_scratch(thread);
   int64_t* q_offsets = reinterpret_cast<int64_t*>(scratch + rows_offset_);
@@ -76,8 +76,8 @@ AttentionArgs Program::tile_rows(const Op& op, const TokenTile& tile, int64_t gr
 }
 
 // more: the same thread takes the partition behind this one next
-void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t group, int32_t partition, bool more,
-                               AttentionArgs& a, float* max, float* sum, float* acc) {
+void CpuProgram::attend_partition(const Op& op, const TokenTile& tile, int64_t group, int32_t partition, bool more,
+                                  AttentionArgs& a, float* max, float* sum, float* acc) {
   constexpr int kBlocks = kPartition / kKvBlock;
   const uint8_t *k_blocks[kBlocks], *v_blocks[kBlocks], *next_k_blocks[kBlocks];
   const auto kv_head = static_cast<int32_t>(group * op.group_heads / (op.d.heads / op.d.kv_heads));
@@ -88,13 +88,13 @@ void Program::attend_partition(const Op& op, const TokenTile& tile, int64_t grou
       continue;
     }
     const int32_t block = block_of(op, tile.sequence, index);
-    k_blocks[i] = op.kv->k(block, op.d.kv_layer, kv_head);
-    v_blocks[i] = op.kv->v(block, op.d.kv_layer, kv_head);
+    k_blocks[i] = cpu_kv(op).k(block, op.d.kv_layer, kv_head);
+    v_blocks[i] = cpu_kv(op).v(block, op.d.kv_layer, kv_head);
   }
   for (int i = 0; more && i < kBlocks; ++i) {
     const int64_t index =
         std::min<int64_t>(int64_t{partition + 1} * kBlocks + i, (a.key_end[a.rows - 1] - 1) / kKvBlock);
-    next_k_blocks[i] = op.kv->k(block_of(op, tile.sequence, index), op.d.kv_layer, kv_head);
+    next_k_blocks[i] = cpu_kv(op).k(block_of(op, tile.sequence, index), op.d.kv_layer, kv_head);
   }
   a.partition = partition;
   a.k_blocks = k_blocks;
@@ -113,14 +113,14 @@ constexpr float kMinusInf = -__builtin_inff();
 bool heads_fill_groups(const Op& op) { return int64_t{op.group_heads} * op.kv->desc().v_dim % kActGroup == 0; }
 }  // namespace
 
-void Program::quantize_heads(const Op& op, const TokenTile& tile, int64_t group) {
+void CpuProgram::quantize_heads(const Op& op, const TokenTile& tile, int64_t group) {
   if (op.d.kind == PE_OP_ATTENTION || !heads_fill_groups(op)) return;
   const int64_t columns = int64_t{op.group_heads} * op.kv->desc().v_dim, begin = group * columns;
   for (int64_t t = tile.begin; t < tile.end; ++t)
     k_.quantize(op.scratch->row(t), begin, begin + columns, &op.output->quant, t);
 }
 
-void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t group, int thread) {
+void CpuProgram::attend_tile(const Op& op, const TokenTile& tile, int64_t group, int thread) {
   const Buffer& out = op.d.kind == PE_OP_ATTENTION ? *op.output : *op.scratch;
   const int32_t heads = op.group_heads, rows = (tile.end - tile.begin) * heads;
   const int64_t width = op.kv->v_stride(), v_dim = op.kv->desc().v_dim;
@@ -145,7 +145,7 @@ void Program::attend_tile(const Op& op, const TokenTile& tile, int64_t group, in
   quantize_heads(op, tile, group);
 }
 
-void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t group, int thread) {
+void CpuProgram::merge_partials(const Op& op, const TokenTile& tile, int64_t group, int thread) {
   const Buffer& out = op.d.kind == PE_OP_ATTENTION ? *op.output : *op.scratch;
   const int32_t heads = op.group_heads, rows = (tile.end - tile.begin) * heads;
   const int64_t width = op.kv->v_stride(), v_dim = op.kv->desc().v_dim, groups = op.d.heads / heads;
@@ -164,7 +164,7 @@ void Program::merge_partials(const Op& op, const TokenTile& tile, int64_t group,
   quantize_heads(op, tile, group);
 }
 
-void Program::attention(const Op& op, int thread) {
+void CpuProgram::attention(const Op& op, int thread) {
   const Tiling& tiling = tilings_[op.tiling];
   const int64_t groups = op.d.heads / op.group_heads, tiles = static_cast<int64_t>(tiling.tiles.size());
   const auto tasks = [&](int64_t count, auto&& body) {

@@ -79,6 +79,7 @@ KvGroup& pe_backend::kv(int32_t id) const { return find(kv_groups, id, "KV group
 void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   const Packed& t = tensor(id).view();
   if (!tensor(id).writable()) fail(PE_REQUEST, "tensor %d is mapped from a file, read-only", id);
+  tensor_changes(tensor(id));
   const bool panels = is_packed(t.format);
   const int64_t units = panels ? (a.rows + kPanel - 1) / kPanel : a.rows, all = panels ? t.panels : t.rows;
   if (a.source_dtype < PE_SRC_F32 || a.source_dtype > PE_SRC_F16)

@@ -1,7 +1,9 @@
-// What a backend owns: threads, kernels, tensors, rope tables, KV groups.
+// What a backend owns: threads, kernels of the CPU, tensors, rope tables, KV groups. What it computes with is a kind of
+// its own: cpu_backend.h, cuda/backend.h. Tensors are packed on the CPU for both.
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/formats.h"
@@ -10,6 +12,8 @@
 #include "runtime/kv_cache.h"
 
 namespace pe {
+
+class Program;
 
 struct RopeTable {
   int64_t positions = 0;
@@ -21,10 +25,28 @@ struct RopeTable {
   float q_scale(int64_t position) const { return q_scales.empty() ? 1.0f : q_scales[static_cast<size_t>(position)]; }
 };
 
+// What the library was built with: cpu_library.cc, or cuda/library.cc.
+std::unique_ptr<pe_backend> create_backend(const pe_backend_config& config);  // throws Error
+int32_t device_count(std::string& why_none);
+const char* device_name(int32_t device);  // nullptr past the end
+void device_bytes(int32_t device, uint64_t* free, uint64_t* total);
+
 }  // namespace pe
 
 struct pe_backend {
   pe_backend(int threads, const char* isa);
+  virtual ~pe_backend() = default;
+  pe_backend(const pe_backend&) = delete;
+  pe_backend& operator=(const pe_backend&) = delete;
+
+  virtual const char* device() const = 0;  // "cpu", "cuda:0"
+  virtual std::unique_ptr<pe::Program> create_program(const pe_program_desc& desc) = 0;
+  virtual std::unique_ptr<pe::KvGroup> create_kv(const pe_kv_desc& desc) = 0;
+  virtual void measure(const pe_limit_args& args) = 0;
+  virtual void flush() = 0;
+  // The contents of a tensor or rope table are about to be others.
+  virtual void tensor_changes(const pe::Tensor&) {}
+  virtual void rope_changes(const pe::RopeTable&) {}
 
   const pe::Tensor& tensor(int32_t id) const;  // throw Error(PE_REQUEST)
   const pe::RopeTable& rope(int32_t id) const;
@@ -34,8 +56,6 @@ struct pe_backend {
   void dequantize(int32_t id, float* out);
   uint64_t write_tensors(const pe_tensor_file& file);  // bytes written
   std::vector<std::shared_ptr<pe::Tensor>> map_tensors(const pe_tensor_file& file);
-  void measure(const pe_limit_args& args);  // limits.cc
-  void flush();
 
   const pe::KernelTable& kernels;
   pe::Team team;

@@ -73,7 +73,7 @@ void Program::check_batch(const pe_batch& b) const {
       fail(PE_REQUEST, "the batch has no block table for KV group %d", checked);
     for (int32_t s = 0; s < b.sequences; ++s)
       for (int32_t i = 0; i <= b.positions[b.query_start[s + 1] - 1] / kKvBlock; ++i) {
-        const int32_t block = block_of(op, s, i);
+        const int32_t block = block_of(b, op, s, i);
         if (block < 0 || block >= op.kv->blocks())
           fail(PE_REQUEST, "block %d of sequence %d; the group has %d", block, s, op.kv->blocks());
       }

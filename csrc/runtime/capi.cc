@@ -67,16 +67,38 @@ int32_t pe_isa_available(int32_t i) {
 }
 const char* pe_cpu_features(void) { return cpu_features(); }
 int32_t pe_default_threads(void) { return default_threads(); }
+int32_t pe_device_count(void) {
+  int32_t count = 0;
+  guarded([&] {
+    std::string why_none;
+    count = device_count(why_none);
+    if (count == 0) report(PE_RESOURCE, why_none.c_str());
+  });
+  return count;
+}
+const char* pe_device_name(int32_t i) {
+  const char* name = nullptr;
+  guarded([&] { name = device_name(i); });
+  return name;
+}
+pe_status pe_device_bytes(int32_t i, uint64_t* free, uint64_t* total) {
+  return guarded([&] {
+    check_pointer(free, "free");
+    check_pointer(total, "total");
+    device_bytes(i, free, total);
+  });
+}
 
 pe_status pe_backend_create(const pe_backend_config* config, pe_backend** out) {
   return guarded([&] {
     check_pointer(out, "out");
     const auto& c = checked(config, "config");
-    *out = new pe_backend(c.threads, c.isa);
+    *out = create_backend(c).release();
   });
 }
 void pe_backend_destroy(pe_backend* backend) { delete backend; }
 const char* pe_backend_isa(const pe_backend* backend) { return backend ? backend->kernels.name : nullptr; }
+const char* pe_backend_device(const pe_backend* backend) { return backend ? backend->device() : nullptr; }
 int32_t pe_backend_threads(const pe_backend* backend) { return backend ? backend->team.size() : 0; }
 
 pe_status pe_limit_measure(pe_backend* backend, const pe_limit_args* args) {
@@ -111,7 +133,10 @@ pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* b
   return guarded([&] {
     check_pointer(backend, "backend");
     const Tensor& t = backend->tensor(id);
-    if (data) *data = t.bytes();
+    if (data) {
+      backend->tensor_changes(t);  // the caller may write there
+      *data = t.bytes();
+    }
     if (bytes) *bytes = t.size();
   });
 }
@@ -173,6 +198,7 @@ pe_status pe_rope_set(pe_backend* backend, int32_t* id, const float* table, int6
     if (q_scale) scales.assign(q_scale, q_scale + positions);
     if (*id < 0) *id = put(backend->ropes, std::make_unique<RopeTable>());
     RopeTable& t = *backend->ropes[static_cast<size_t>(*id)];
+    backend->rope_changes(t);
     t.positions = positions;
     t.rotary_dim = rotary_dim;
     t.values = std::move(values);
@@ -184,7 +210,7 @@ pe_status pe_kv_create(pe_backend* backend, const pe_kv_desc* desc, int32_t* gro
   return guarded([&] {
     check_pointer(backend, "backend");
     check_pointer(group, "group");
-    *group = put(backend->kv_groups, std::make_unique<KvGroup>(checked(desc, "desc")));
+    *group = put(backend->kv_groups, backend->create_kv(checked(desc, "desc")));
   });
 }
 pe_status pe_kv_reserve(pe_backend* backend, int32_t group, int32_t blocks) {
@@ -208,33 +234,33 @@ pe_status pe_program_create(pe_backend* backend, const pe_program_desc* desc, pe
     const auto& d = checked(desc, "desc");
     check_pointer(d.ops, "ops");
     check_pointer(d.buffers, "buffers");
-    *out = new pe_program{Program(*backend, d)};
+    *out = new pe_program{backend->create_program(d)};
   });
 }
 pe_status pe_program_run(pe_program* program, const pe_batch* batch) {
   return guarded([&] {
     check_pointer(program, "program");
-    program->program.run(checked(batch, "batch"));
+    program->program->run(checked(batch, "batch"));
   });
 }
 pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns, int32_t reset) {
   return guarded([&] {
     check_pointer(program, "program");
-    program->program.times(op_ns, runs, run_ns, reset != 0);
+    program->program->times(op_ns, runs, run_ns, reset != 0);
   });
 }
 pe_status pe_program_routing(pe_program* program, uint64_t* tokens, int64_t* count, int32_t reset) {
   return guarded([&] {
     check_pointer(program, "program");
-    program->program.routing(tokens, count, reset != 0);
+    program->program->routing(tokens, count, reset != 0);
   });
 }
 pe_status pe_program_info(pe_program* program, size_t* arena_bytes, uint64_t* barriers, uint64_t* allocations) {
   return guarded([&] {
     check_pointer(program, "program");
-    if (arena_bytes) *arena_bytes = program->program.arena_bytes();
-    if (barriers) *barriers = program->program.barriers();
-    if (allocations) *allocations = program->program.allocations();
+    if (arena_bytes) *arena_bytes = program->program->arena_bytes();
+    if (barriers) *barriers = program->program->barriers();
+    if (allocations) *allocations = program->program->allocations();
   });
 }
 void pe_program_destroy(pe_program* program) { delete program; }

@@ -3,7 +3,7 @@
 #include <cstdio>
 
 #include "core/status.h"
-#include "runtime/program.h"
+#include "runtime/cpu_program.h"
 #include "runtime/share.h"
 
 namespace pe {
@@ -14,7 +14,7 @@ void scale_row(float* x, int64_t n, float by) {
 }
 }  // namespace
 
-void Program::run(const pe_batch& batch) {
+void CpuProgram::run(const pe_batch& batch) {
   const uint64_t start = now_ns();
   batch_ = &batch;
   check_batch(batch);
@@ -35,7 +35,7 @@ void Program::run(const pe_batch& batch) {
   if (status != PE_OK) throw Error(status, message_);
 }
 
-void Program::execute(int thread) {
+void CpuProgram::execute(int thread) {
   const bool stamp = timed_ && thread == 0;
   for (size_t i = 0; i < ops_.size(); ++i) {
     const Op& op = ops_[i];
@@ -60,12 +60,12 @@ void Program::execute(int thread) {
   }
 }
 
-void Program::inner_barrier(int thread, const Packed* next) {
+void CpuProgram::inner_barrier(int thread, const Packed* next) {
   wait_for_all(thread, next, [] {});
 }
 
 // Keeps the first failure; the run ends at the next op border.
-void Program::fail_later(pe_status status, const char* format, ...) {
+void CpuProgram::fail_later(pe_status status, const char* format, ...) {
   int32_t expected = PE_OK;
   if (!status_.compare_exchange_strong(expected, status)) return;
   va_list args;
@@ -74,36 +74,36 @@ void Program::fail_later(pe_status status, const char* format, ...) {
   va_end(args);
 }
 
-void Program::each_token(int64_t chunk, void (Program::*body)(const Op&, int64_t, int), const Op& op, int thread,
-                         int64_t per_token) {
+void CpuProgram::each_token(int64_t chunk, void (CpuProgram::*body)(const Op&, int64_t, int), const Op& op, int thread,
+                            int64_t per_token) {
   share(batch_->tokens * per_token, chunk, thread, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) (this->*body)(op, t, thread);
   });
 }
 
-void Program::dispatch(const Op& op, int thread) {
+void CpuProgram::dispatch(const Op& op, int thread) {
   switch (op.d.kind) {
-    case PE_OP_EMBED: return each_token(4, &Program::embed, op, thread);
-    case PE_OP_LOAD_HIDDEN: return each_token(4, &Program::load_hidden, op, thread);
+    case PE_OP_EMBED: return each_token(4, &CpuProgram::embed, op, thread);
+    case PE_OP_LOAD_HIDDEN: return each_token(4, &CpuProgram::load_hidden, op, thread);
     case PE_OP_NORM:
-    case PE_OP_NORM_QUANTIZE: return each_token(4, &Program::norm, op, thread);
-    case PE_OP_QUANTIZE: return each_token(4, &Program::quantize, op, thread, op.input->per_token);
-    case PE_OP_ADD: return each_token(4, &Program::add, op, thread);
-    case PE_OP_NORM_RESIDUAL: return each_token(4, &Program::norm_residual, op, thread);
-    case PE_OP_ACT_MUL: return each_token(1, &Program::act_mul, op, thread);
-    case PE_OP_ACT: return each_token(1, &Program::act, op, thread);
-    case PE_OP_MASK_COLUMNS: return each_token(4, &Program::mask_columns, op, thread);
+    case PE_OP_NORM_QUANTIZE: return each_token(4, &CpuProgram::norm, op, thread);
+    case PE_OP_QUANTIZE: return each_token(4, &CpuProgram::quantize, op, thread, op.input->per_token);
+    case PE_OP_ADD: return each_token(4, &CpuProgram::add, op, thread);
+    case PE_OP_NORM_RESIDUAL: return each_token(4, &CpuProgram::norm_residual, op, thread);
+    case PE_OP_ACT_MUL: return each_token(1, &CpuProgram::act_mul, op, thread);
+    case PE_OP_ACT: return each_token(1, &CpuProgram::act, op, thread);
+    case PE_OP_MASK_COLUMNS: return each_token(4, &CpuProgram::mask_columns, op, thread);
     case PE_OP_HEAD_LINEAR: return head_linear(op, thread);
-    case PE_OP_LATENT_APPEND: return each_token(1, &Program::latent_append, op, thread);
-    case PE_OP_TAP: return each_token(4, &Program::tap, op, thread);
+    case PE_OP_LATENT_APPEND: return each_token(1, &CpuProgram::latent_append, op, thread);
+    case PE_OP_TAP: return each_token(4, &CpuProgram::tap, op, thread);
     case PE_OP_DEQUANTIZE: return dequantize(op, thread);
     case PE_OP_ROUTER: return router(op, thread);
     case PE_OP_MOE_GATE_UP: return moe_gate_up(op, *op.output, thread);
     case PE_OP_MOE_DOWN: return moe_down(op, *op.input, 0.0f, thread);
-    case PE_OP_GATE: return each_token(4, &Program::gate, op, thread);
-    case PE_OP_QK_NORM: return each_token(1, &Program::qk_norm, op, thread);
-    case PE_OP_ROPE: return each_token(1, &Program::rope, op, thread);
-    case PE_OP_KV_APPEND: return each_token(1, &Program::kv_append, op, thread);
+    case PE_OP_GATE: return each_token(4, &CpuProgram::gate, op, thread);
+    case PE_OP_QK_NORM: return each_token(1, &CpuProgram::qk_norm, op, thread);
+    case PE_OP_ROPE: return each_token(1, &CpuProgram::rope, op, thread);
+    case PE_OP_KV_APPEND: return each_token(1, &CpuProgram::kv_append, op, thread);
     case PE_OP_LINEAR: return linear(op, *op.weight, source(op, thread), op.bias, *op.output, 0.0f, thread);
     case PE_OP_LINEAR_RESIDUAL: return linear(op, *op.weight, *op.input, op.bias, *op.output, op.d.scale, thread);
     case PE_OP_QKV_ROPE_APPEND: return qkv_rope_append(op, thread);
@@ -122,7 +122,7 @@ void Program::dispatch(const Op& op, int thread) {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-void Program::embed(const Op& op, int64_t t, int thread) {
+void CpuProgram::embed(const Op& op, int64_t t, int thread) {
   float* row = op.output->row(t);
   k_.gather_row(op.weight, batch_->token_ids[t], row);
   scale_row(row, op.output->width, op.d.scale);
@@ -132,18 +132,18 @@ void Program::embed(const Op& op, int64_t t, int thread) {
   k_.add(place, row, op.output->width, 1.0f);
 }
 
-void Program::load_hidden(const Op& op, int64_t t, int) {
+void CpuProgram::load_hidden(const Op& op, int64_t t, int) {
   std::memcpy(op.output->row(t), batch_->hidden + t * op.output->width, static_cast<size_t>(op.output->width) * 4);
 }
 
-void Program::normalize(const Op& op, const float* x, float* y, int64_t width) {
+void CpuProgram::normalize(const Op& op, const float* x, float* y, int64_t width) {
   if (op.d.norm_kind == PE_LAYER_NORM)
     k_.layer_norm(x, op.norm, op.norm_bias, y, width, op.d.eps);
   else
     k_.rms_norm(x, op.norm, y, width, op.d.eps);
 }
 
-void Program::norm_to(const Op& op, int64_t t, const Buffer& out, int64_t row, int thread) {
+void CpuProgram::norm_to(const Op& op, int64_t t, const Buffer& out, int64_t row, int thread) {
   const float* x = op.input->row(t);
   const int64_t width = op.input->width;
   if (!out.quantized) return normalize(op, x, out.row(row), width);
@@ -152,68 +152,68 @@ void Program::norm_to(const Op& op, int64_t t, const Buffer& out, int64_t row, i
   k_.quantize(normed, 0, width, &out.quant, row);
 }
 
-void Program::quantize(const Op& op, int64_t t, int) {
+void CpuProgram::quantize(const Op& op, int64_t t, int) {
   k_.quantize(op.input->row(t), 0, op.input->width, &op.output->quant, t);
 }
 
-void Program::add(const Op& op, int64_t t, int) {
+void CpuProgram::add(const Op& op, int64_t t, int) {
   k_.add(op.input->row(t), op.output->row(t), op.input->width, op.d.scale);
 }
 
-void Program::norm_residual(const Op& op, int64_t t, int thread) {
+void CpuProgram::norm_residual(const Op& op, int64_t t, int thread) {
   float* normed = reinterpret_cast<float*>(thread_scratch(thread));
   normalize(op, op.input->row(t), normed, op.input->width);
   k_.add(normed, op.output->row(t), op.input->width, op.d.scale);
 }
 
-void Program::act_mul(const Op& op, int64_t t, int) {
+void CpuProgram::act_mul(const Op& op, int64_t t, int) {
   k_.act_mul(op.input->row(t), op.output->row(t), op.input->width / 2, op.d.activation);
 }
 
-void Program::act(const Op& op, int64_t t, int) {
+void CpuProgram::act(const Op& op, int64_t t, int) {
   const auto wide = static_cast<int64_t>(align_up(static_cast<size_t>(op.input->width), kPanel));
   k_.act(op.input->row(t), op.output->row(t), wide, op.d.activation);
 }
 
-void Program::mask_columns(const Op& op, int64_t t, int) {
+void CpuProgram::mask_columns(const Op& op, int64_t t, int) {
   float* row = op.output->row(t);
   for (int64_t i = 0; i < op.output->width; ++i)
     if (op.norm[i] == 0.0f) row[i] = 0.0f;
 }
 
-void Program::tap(const Op& op, int64_t t, int) {
+void CpuProgram::tap(const Op& op, int64_t t, int) {
   const Buffer& b = *op.input;
   for (int64_t r = t * b.per_token; r < (t + 1) * b.per_token; ++r)
     std::memcpy(batch_->taps[op.d.head_dim] + r * b.width, b.row(b.per_token > 1 ? place_[static_cast<size_t>(r)] : r),
                 static_cast<size_t>(b.width) * 4);
 }
 
-void Program::gate(const Op& op, int64_t t, int) {
+void CpuProgram::gate(const Op& op, int64_t t, int) {
   k_.gate(op.input->row(t), op.norm, op.input->width, op.output->row(t), op.output->width);
 }
 
 // ---- heads: q heads first, then k, then v
 // ----------------------------------------------------------------------------
 
-int64_t Program::head_column(const Op& op, int64_t head) const {
+int64_t CpuProgram::head_column(const Op& op, int64_t head) const {
   const int64_t heads = op.d.heads, kv = op.d.kv_heads, dim = op.d.head_dim;
   if (head < heads) return head * dim;
   return head < heads + kv ? op.k_column + (head - heads) * dim : op.v_column + (head - heads - kv) * dim;
 }
 
-void Program::norm_head(const Op& op, int64_t t, int64_t head) {
+void CpuProgram::norm_head(const Op& op, int64_t t, int64_t head) {
   const Buffer& b = op.d.kind == PE_OP_QK_NORM ? *op.input : *op.output;
   float* x = b.row(t) + head_column(op, head);
   k_.rms_norm(x, head < op.d.heads ? op.norm : op.norm2, x, op.d.head_dim, op.d.eps);
 }
 
-void Program::norm_whole(const Op& op, int64_t t) {
+void CpuProgram::norm_whole(const Op& op, int64_t t) {
   float* x = (op.d.kind == PE_OP_QK_NORM ? *op.input : *op.output).row(t);
   k_.rms_norm(x, op.norm, x, int64_t{op.d.heads} * op.d.head_dim, op.d.eps);
   k_.rms_norm(x + op.k_column, op.norm2, x + op.k_column, int64_t{op.d.kv_heads} * op.d.head_dim, op.d.eps);
 }
 
-void Program::rope_head(const Op& op, int64_t t, int64_t head) {
+void CpuProgram::rope_head(const Op& op, int64_t t, int64_t head) {
   const Buffer& b = op.d.kind == PE_OP_ROPE ? *op.input : *op.output;
   const int64_t p = batch_->positions[t];
   float* x = b.row(t) + head_column(op, head);
@@ -221,7 +221,7 @@ void Program::rope_head(const Op& op, int64_t t, int64_t head) {
   if (head < op.d.heads) scale_row(x, op.d.head_dim, op.rope->q_scale(p));
 }
 
-void Program::append_head(const Op& op, int64_t t, int64_t head) {
+void CpuProgram::append_head(const Op& op, int64_t t, int64_t head) {
   const Buffer& b = op.d.kind == PE_OP_KV_APPEND ? *op.input : *op.output;
   const float* x = b.row(t) + head_column(op, head);
   const int32_t p = batch_->positions[t], slot = p % kKvBlock;
@@ -229,25 +229,25 @@ void Program::append_head(const Op& op, int64_t t, int64_t head) {
   const auto kv_head = static_cast<int32_t>((head - op.d.heads) % op.d.kv_heads);
   const pe_kv_desc& desc = op.kv->desc();
   if (head < op.d.heads + op.d.kv_heads)
-    k_.store_k(x, op.kv->k(block, op.d.kv_layer, kv_head), slot, desc.k_dim, desc.dtype);
+    k_.store_k(x, cpu_kv(op).k(block, op.d.kv_layer, kv_head), slot, desc.k_dim, desc.dtype);
   else
-    k_.store_v(x, op.kv->v(block, op.d.kv_layer, kv_head), slot, desc.v_dim, op.kv->v_stride(), desc.dtype);
+    k_.store_v(x, cpu_kv(op).v(block, op.d.kv_layer, kv_head), slot, desc.v_dim, op.kv->v_stride(), desc.dtype);
 }
 
-void Program::qk_norm(const Op& op, int64_t t, int) {
+void CpuProgram::qk_norm(const Op& op, int64_t t, int) {
   if (op.whole_norms) return norm_whole(op, t);
   for (int64_t h = 0; h < op.d.heads + op.d.kv_heads; ++h) norm_head(op, t, h);
 }
 
-void Program::rope(const Op& op, int64_t t, int) {
+void CpuProgram::rope(const Op& op, int64_t t, int) {
   for (int64_t h = 0; h < op.d.heads + op.d.kv_heads; ++h) rope_head(op, t, h);
 }
 
-void Program::kv_append(const Op& op, int64_t t, int) {
+void CpuProgram::kv_append(const Op& op, int64_t t, int) {
   for (int64_t h = op.d.heads; h < op.d.heads + 2 * op.d.kv_heads; ++h) append_head(op, t, h);
 }
 
-void Program::qkv_rope_append(const Op& op, int thread) {
+void CpuProgram::qkv_rope_append(const Op& op, int thread) {
   const int64_t q = op.d.heads, kv = op.d.kv_heads, panels = op.d.head_dim / kPanel;
   const Buffer& in = source(op, thread);
   const auto finish_head = [&](int64_t t, int64_t h) {
@@ -277,8 +277,8 @@ void Program::qkv_rope_append(const Op& op, int thread) {
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
-void Program::linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end, float* out,
-                           int64_t stride, float factor, int64_t tokens, int thread) {
+void CpuProgram::linear_range(const Packed& w, const Buffer& in, const float* bias, int64_t begin, int64_t end,
+                              float* out, int64_t stride, float factor, int64_t tokens, int thread) {
   LinearArgs a{};
   a.weight = &w;
   a.panel_begin = begin;
@@ -295,15 +295,15 @@ void Program::linear_range(const Packed& w, const Buffer& in, const float* bias,
   k_.linear(&a);
 }
 
-void Program::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out, float factor,
-                     int thread) {
+void CpuProgram::linear(const Op&, const Packed& w, const Buffer& in, const float* bias, const Buffer& out,
+                        float factor, int thread) {
   const auto panels = [&](int64_t begin, int64_t end) {
     linear_range(w, in, bias, begin, end, out.f + begin * kPanel, out.stride, factor, batch_->tokens, thread);
   };
   share(w.panels, 2, thread, panels, batch_->tokens <= kGemvTokens);
 }
 
-void Program::dequantize(const Op& op, int thread) {
+void CpuProgram::dequantize(const Op& op, int thread) {
   const Packed& out = *op.weight2;
   share(out.panels, 2, thread, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p)
@@ -315,7 +315,7 @@ void Program::dequantize(const Op& op, int thread) {
 // The first matrix (gate and up, or up alone) for 64 intermediate columns at a time: the float sums stay in this
 // thread's cache, and leave it as one finished group of int8 (or as floats, for float weights). Then down, after one
 // barrier.
-void Program::ffn(const Op& op, int thread) {
+void CpuProgram::ffn(const Op& op, int thread) {
   const Buffer &h = *op.scratch, &in = source(op, thread);
   const int64_t units = (h.width + kActGroup - 1) / kActGroup, tokens = batch_->tokens;
   const bool gated = is_gated_ffn(op.d.kind);
@@ -339,7 +339,7 @@ void Program::ffn(const Op& op, int thread) {
   linear(op, *op.weight2, h, op.bias2, *op.output, ends_in_add(op.d.kind) ? op.d.scale : 0.0f, thread);
 }
 
-void Program::lm_head(const Op& op, int thread) {
+void CpuProgram::lm_head(const Op& op, int thread) {
   const int64_t rows = batch_->logits_count;
   if (rows == 0) return;
   const Packed& w = *op.weight;
@@ -386,7 +386,7 @@ void Program::lm_head(const Op& op, int thread) {
   share(w.panels, 2, thread, panels, rows <= kGemvTokens);
 }
 
-void Program::sample(const Op&, int thread) {
+void CpuProgram::sample(const Op&, int thread) {
   if (!batch_->sampled) return;
   float* work = reinterpret_cast<float*>(thread_scratch(thread));
   share(batch_->logits_count, 1, thread, [&](int64_t r, int64_t) {

@@ -11,6 +11,9 @@ KvGroup::KvGroup(const pe_kv_desc& desc) : desc_(desc) {
   if (desc.dtype < PE_KV_F32 || desc.dtype > PE_KV_INT8)
     fail(PE_UNSUPPORTED, "KV dtype %d; expected float32, bfloat16 or int8", desc.dtype);
   v_stride_ = static_cast<int32_t>(align_up(static_cast<size_t>(desc.v_dim), kPanel));
+}
+
+CpuKvGroup::CpuKvGroup(const pe_kv_desc& desc) : KvGroup(desc) {
   const bool int8 = desc.dtype == PE_KV_INT8;
   const size_t element = int8 ? 1 : desc.dtype == PE_KV_BF16 ? 2 : 4, scales = int8 ? kKvBlock * 4 : 0;
   k_bytes_ = align_up(static_cast<size_t>(desc.k_dim), int8 ? 4 : 1) * kKvBlock * element + scales;
@@ -18,16 +21,17 @@ KvGroup::KvGroup(const pe_kv_desc& desc) : desc_(desc) {
   layer_bytes_ = head_bytes_ * static_cast<size_t>(desc.kv_heads);
 }
 
-void KvGroup::reserve(int32_t blocks) {
-  if (blocks <= this->blocks()) return;
-  const size_t more = static_cast<size_t>(blocks - this->blocks());
+void CpuKvGroup::reserve(int32_t blocks) {
+  if (blocks <= blocks_) return;
+  const size_t more = static_cast<size_t>(blocks - blocks_);
   Memory piece(more * block_bytes());
-  blocks_.reserve(blocks_.size() + more);
+  places_.reserve(places_.size() + more);
   pool_.push_back(std::move(piece));
-  for (size_t i = 0; i < more; ++i) blocks_.push_back({pool_.back().data() + i * head_bytes_, more * head_bytes_});
+  for (size_t i = 0; i < more; ++i) places_.push_back({pool_.back().data() + i * head_bytes_, more * head_bytes_});
+  blocks_ = blocks;
 }
 
-void KvGroup::flush() const {
+void CpuKvGroup::flush() const {
   for (const Memory& piece : pool_) flush_caches(piece.data(), piece.size());
 }
 

@@ -3,12 +3,12 @@
 // what expands it into values is applied after attention: both are small matrices, one a head.
 #include <cstring>
 
-#include "runtime/program.h"
+#include "runtime/cpu_program.h"
 
 namespace pe {
 
 // Output head h = [weight of head h . first columns of input head h | the rest of the input head, rotated].
-void Program::head_linear(const Op& op, int thread) {
+void CpuProgram::head_linear(const Op& op, int thread) {
   const Packed& w = *op.weight;
   const Buffer &in = *op.input, &out = *op.output;
   const int64_t heads = op.d.heads, panels = w.panels / heads, tokens = batch_->tokens;
@@ -37,15 +37,15 @@ void Program::head_linear(const Op& op, int thread) {
 }
 
 // One token of the cache: the latent normed, the key rotated; K is both, V the latent.
-void Program::latent_append(const Op& op, int64_t t, int) {
+void CpuProgram::latent_append(const Op& op, int64_t t, int) {
   float* x = op.input->row(t);
   const pe_kv_desc& desc = op.kv->desc();
   const int32_t p = batch_->positions[t], slot = p % kKvBlock;
   const int32_t block = block_of(op, sequence_of(t), p / kKvBlock);
   k_.rms_norm(x, op.norm, x, desc.v_dim, op.d.eps);
   k_.rope(x + desc.v_dim, op.rope->rotary_dim, op.rope->cos(p), op.rope->sin(p));
-  k_.store_k(x, op.kv->k(block, op.d.kv_layer, 0), slot, desc.k_dim, desc.dtype);
-  k_.store_v(x, op.kv->v(block, op.d.kv_layer, 0), slot, desc.v_dim, op.kv->v_stride(), desc.dtype);
+  k_.store_k(x, cpu_kv(op).k(block, op.d.kv_layer, 0), slot, desc.k_dim, desc.dtype);
+  k_.store_v(x, cpu_kv(op).v(block, op.d.kv_layer, 0), slot, desc.v_dim, op.kv->v_stride(), desc.dtype);
 }
 
 }  // namespace pe

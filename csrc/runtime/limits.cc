@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "core/status.h"
-#include "runtime/backend.h"
+#include "runtime/cpu_backend.h"
 #include "runtime/program.h"
 
 using namespace pe;
@@ -38,7 +38,7 @@ void time_passes(Team& team, const pe_limit_args& a, double work, Ready&& ready,
 
 }  // namespace
 
-void pe_backend::measure(const pe_limit_args& a) {
+void CpuBackend::measure(const pe_limit_args& a) {
   if (a.limit < 0 || a.limit >= PE_LIMIT_COUNT) fail(PE_REQUEST, "limit %d is unknown", a.limit);
   const int64_t most = a.limit == PE_LIMIT_READ ? kMaxRead : kMaxOps;
   if (a.work < 1 || a.work > most || a.passes < 1 || a.passes > kMaxPasses)
@@ -72,11 +72,4 @@ void pe_backend::measure(const pe_limit_args& a) {
     });
   }
   if (wrong) fail(PE_INTERNAL, "a probe of limit %d did not compute what it should", a.limit);
-}
-
-void pe_backend::flush() {
-  for (const auto& t : tensors)
-    if (t) flush_caches(t->bytes(), t->size());
-  for (const auto& group : kv_groups)
-    if (group) group->flush();
 }

@@ -55,7 +55,7 @@ int64_t panels_of(int64_t width) { return (width + kPanel - 1) / kPanel; }
 // ---- the router -----------------------------------------------------------------------------------------------------
 
 // Logits, then the choice: in decode by the last thread at the closing barrier, else token by token.
-void Program::router(const Op& op, int thread) {
+void CpuProgram::router(const Op& op, int thread) {
   const int64_t tokens = batch_->tokens, blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   share(op.weight->panels * blocks, 1, thread, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -72,7 +72,7 @@ void Program::router(const Op& op, int thread) {
   });
 }
 
-void Program::route_token(const Op& op, int64_t t, int thread) {
+void CpuProgram::route_token(const Op& op, int64_t t, int thread) {
   RouteArgs a{};
   a.logits = op.scratch->row(t);
   a.choice = reinterpret_cast<float*>(thread_scratch(thread));
@@ -92,7 +92,7 @@ void Program::route_token(const Op& op, int64_t t, int thread) {
 }
 
 // All threads have arrived: sorts the rows by expert, inside an expert by token, and counts them.
-void Program::finish_routing(const Op& op) {
+void CpuProgram::finish_routing(const Op& op) {
   const int64_t tokens = batch_->tokens, k = op.d.top_k;
   if (few_tokens())
     for (int64_t t = 0; t < tokens; ++t) route_token(op, t, 0);
@@ -123,7 +123,7 @@ void Program::finish_routing(const Op& op) {
 
 // 64 columns of one expert's gate and up at a time, as in ffn: float sums in this thread's cache, then the
 // activation, as int8 where that is what down reads.
-void Program::moe_gate_up(const Op& op, const Buffer& act, int thread) {
+void CpuProgram::moe_gate_up(const Op& op, const Buffer& act, int thread) {
   const int64_t tokens = batch_->tokens, panels = panels_of(act.width);
   const int64_t units = (act.width + kActGroup - 1) / kActGroup;
   constexpr int64_t kColumns = 2 * kActGroup;
@@ -157,7 +157,7 @@ void Program::moe_gate_up(const Op& op, const Buffer& act, int thread) {
 }
 
 // One token: a thread has all its experts' products of the columns that it takes, and needs nobody's.
-void Program::moe_down_one(const Op& op, const Buffer& act, float factor, int thread) {
+void CpuProgram::moe_down_one(const Op& op, const Buffer& act, float factor, int thread) {
   const int64_t panels = panels_of(op.output->width), k = op.d.top_k;
   float* product = reinterpret_cast<float*>(thread_scratch(thread) + unpack_bytes(op.weight2->padded_cols));
   float* sum = product + panels * kPanel;
@@ -180,7 +180,7 @@ void Program::moe_down_one(const Op& op, const Buffer& act, float factor, int th
   share(panels, kDownPanels, thread, body, true);
 }
 
-void Program::moe_down(const Op& op, const Buffer& act, float factor, int thread) {
+void CpuProgram::moe_down(const Op& op, const Buffer& act, float factor, int thread) {
   const int64_t tokens = batch_->tokens, k = op.d.top_k;
   if (tokens == 1) return moe_down_one(op, act, factor, thread);
   const int64_t panels = panels_of(op.output->width), tasks = (panels + kDownPanels - 1) / kDownPanels;
@@ -211,7 +211,7 @@ void Program::moe_down(const Op& op, const Buffer& act, float factor, int thread
   });
 }
 
-void Program::moe_ffn(const Op& op, int thread) {
+void CpuProgram::moe_ffn(const Op& op, int thread) {
   moe_gate_up(op, *op.scratch, thread);
   const int64_t panels = panels_of(op.output->width);  // the first slot's are the first that are read
   const auto expert = static_cast<int64_t>(op.routing->row(0)[op.d.top_k]);

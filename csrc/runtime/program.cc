@@ -67,11 +67,10 @@ void need(const pe_op& d, bool condition, const char* what) {
 }  // namespace
 
 Program::Program(pe_backend& backend, const pe_program_desc& desc)
-    : backend_(backend),
-      k_(backend.kernels),
-      max_tokens_(desc.max_batch_tokens),
+    : max_tokens_(desc.max_batch_tokens),
       max_sequences_(desc.max_sequences),
-      timed_(desc.timed != 0) {
+      timed_(desc.timed != 0),
+      registry_(backend) {
   if (desc.op_count < 1 || desc.buffer_count < 1) fail(PE_REQUEST, "a program needs ops and buffers");
   if (max_tokens_ < 1 || max_tokens_ > kMaxBatchTokens || max_sequences_ < 1 || max_sequences_ > kMaxBatchTokens)
     fail(PE_REQUEST, "max_batch_tokens %d, max_sequences %d; expected 1 to %d", max_tokens_, max_sequences_,
@@ -101,8 +100,6 @@ Program::Program(pe_backend& backend, const pe_program_desc& desc)
     check(ops_[i]);
   }
   op_ns_.assign(ops_.size(), 0);
-  token_sequence_.resize(static_cast<size_t>(max_tokens_));
-  plan();
 }
 
 void Program::resolve(const pe_op& d, Op& op) {
@@ -115,8 +112,8 @@ void Program::resolve(const pe_op& d, Op& op) {
   };
   const auto tensor = [&](int32_t id) -> const Packed* {
     if (id < 0) return nullptr;
-    const Tensor& t = backend_.tensor(id);
-    held_.push_back(backend_.tensors[static_cast<size_t>(id)]);
+    const Tensor& t = registry_.tensor(id);
+    held_.push_back(registry_.tensors[static_cast<size_t>(id)]);
     return &t.view();
   };
   const auto vector = [&](int32_t id, const char* what) -> const float* {
@@ -137,8 +134,8 @@ void Program::resolve(const pe_op& d, Op& op) {
   op.norm = vector(d.norm, "the norm is not a vector");
   op.norm2 = vector(d.norm2, "the second norm is not a vector");
   op.norm_bias = vector(d.norm_bias, "the norm's bias is not a vector");
-  if (d.rope >= 0) op.rope = &backend_.rope(d.rope);
-  if (d.kv_group >= 0) op.kv = &backend_.kv(d.kv_group);
+  if (d.rope >= 0) op.rope = &registry_.rope(d.rope);
+  if (d.kv_group >= 0) op.kv = &registry_.kv(d.kv_group);
   op.k_column = static_cast<int64_t>(
       align_up(static_cast<size_t>(d.heads > 0 ? d.heads : 0) * static_cast<size_t>(std::max(d.head_dim, 0)), kPanel));
   op.v_column =
@@ -174,7 +171,7 @@ void Program::check_moe(Op& op) {
     need(d, d.scoring == PE_SOFTMAX || d.scoring == PE_SIGMOID, "the scoring is unknown");
     need(d, d.group_score == PE_GROUP_MAX || (d.group_score == PE_GROUP_TOP2_SUM && d.experts / d.groups >= 2),
          "the score of a group is unknown, or wants two experts in a group");
-    need(d, !op.bias || backend_.tensor(d.bias).view().cols == d.experts, "the selection bias's width differs");
+    need(d, !op.bias || registry_.tensor(d.bias).view().cols == d.experts, "the selection bias's width differs");
     op.first_expert = expert_tokens_.size();
     expert_tokens_.resize(op.first_expert + static_cast<size_t>(d.experts));
     router_ = &op;
@@ -209,7 +206,7 @@ void Program::check_moe(Op& op) {
 
 void Program::check(Op& op) {
   const pe_op& d = op.d;
-  const auto tensor_cols = [&](int32_t id) { return id < 0 ? int64_t{0} : backend_.tensor(id).view().cols; };
+  const auto tensor_cols = [&](int32_t id) { return id < 0 ? int64_t{0} : registry_.tensor(id).view().cols; };
   const auto rows16 = [](const Packed* w) { return w->panels * kPanel; };
   const auto check_bias = [&](int32_t id, const Packed* w) {
     need(d, id < 0 || tensor_cols(id) >= rows16(w), "the bias is shorter than the weight's padded rows");
@@ -374,7 +371,7 @@ void Program::check(Op& op) {
            "needs a packed weight other than float32, and a second one");
       need(d,
            op.weight2->format == PE_F32 && op.weight2->rows == op.weight->rows && op.weight2->cols == op.weight->cols &&
-               backend_.tensor(d.weight2).writable(),
+               registry_.tensor(d.weight2).writable(),
            "the second weight is not float32 of the same size that can be written");
       break;
     case PE_OP_GATED_FFN:

@@ -1,9 +1,9 @@
-// How the threads inside a run share work and meet: the templates of Program that its ops use.
+// How the threads inside a run share work and meet: the templates of CpuProgram that its ops use.
 #pragma once
 
 #include <algorithm>
 
-#include "runtime/program.h"
+#include "runtime/cpu_program.h"
 
 namespace pe {
 
@@ -17,7 +17,7 @@ inline int64_t first_share(int64_t count, int64_t grain, int threads) {
 // A barrier. In decode a waiting thread fetches what it will read next, its part of `panels` panels of `next` from
 // `panel` on: waiting costs no bandwidth then.
 template <class Last>
-void Program::wait_for_all(int thread, const Packed* next, Last&& last, int64_t panel, int64_t panels) {
+void CpuProgram::wait_for_all(int thread, const Packed* next, Last&& last, int64_t panel, int64_t panels) {
   const uint8_t* at = nullptr;
   const uint8_t* end = nullptr;
   if (next && batch_->tokens <= kGemvTokens) {
@@ -43,7 +43,7 @@ void Program::wait_for_all(int thread, const Packed* next, Last&& last, int64_t 
 // rest go to whoever comes. `halving`: ranges shrink from a part of what is left to `grain`, long streams first and
 // then small ones, so that all end together. Results never depend on who took what.
 template <class F>
-void Program::share(int64_t count, int64_t grain, int thread, F&& body, bool halving) {
+void CpuProgram::share(int64_t count, int64_t grain, int thread, F&& body, bool halving) {
   const int threads = backend_.team.size();
   const int64_t first = halving ? first_share(count, grain, threads) : grain, shared = first * threads;
   int64_t begin = first * thread, end = std::min(begin + first, count);
