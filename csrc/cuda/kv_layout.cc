@@ -5,7 +5,7 @@
 namespace pe::cuda {
 
 KvLayout kv_layout(const pe_kv_desc& desc) {
-  const KvGroup checked(desc);  // holds no memory before it is reserved
+  const CpuKvGroup checked(desc);  // holds no memory before it is reserved
   const int64_t element = kv_element_bytes(desc.dtype), scales = desc.dtype == PE_KV_INT8 ? kKvBlock * 4 : 0;
   KvLayout l;
   l.k_stride = static_cast<int32_t>(align_up(static_cast<size_t>(desc.k_dim), kPanel));
