@@ -1,8 +1,6 @@
 // The FFN of up to 8 tokens in two kernels: a block computes 64 intermediate columns (8 panels where gate and up
 // alternate, else 4), applies the activation and writes them as one finished group of int8; then down is a linear.
-#include "cuda/linear.cuh"
-#include "cuda/math.cuh"
-#include "cuda/quantize.cuh"
+#include "cuda/hidden.cuh"
 
 namespace pe::cuda {
 
@@ -15,24 +13,10 @@ struct Up {
   int activation = 0, tokens = 0;
 };
 
-// Column c of the block's 64 for token j.
-template <bool GATED, int R>
-__device__ __forceinline__ float hidden_value(const Up& a, const uint8_t* shared, int64_t first, int j, int c) {
-  const int p = c / kPanel * (GATED ? 2 : 1), r = c % kPanel;
-  const float* bias = a.bias ? a.bias + (first + p) * kPanel + r : nullptr;
-  float x = block_result<R>(shared, p, j, r);
-  if (bias) x += bias[0];
-  x = activate(a.activation, x);
-  if (!GATED) return x;
-  float up = block_result<R>(shared, p + 1, j, r);
-  if (bias) up += bias[kPanel];
-  return x * up;
-}
-
 template <int FORMAT, int SUB, bool GATED>
 __global__ void __launch_bounds__(kBlockThreads, 2) ffn_up_kernel(Up a) {
-  constexpr int R = kActGroup / kPanel * (GATED ? 2 : 1);
-  const int64_t group = blockIdx.x, first = group * R, width = a.hidden.width;
+  constexpr int R = kHiddenPanels<GATED>;
+  const int64_t group = blockIdx.x, first = group * R;
   const int panels = static_cast<int>(min(static_cast<int64_t>(R), a.weight.panels - first));
   Tokens tokens;
   tokens.first = static_cast<int64_t>(blockIdx.y) * kFewTokens;
@@ -40,23 +24,14 @@ __global__ void __launch_bounds__(kBlockThreads, 2) ffn_up_kernel(Up a) {
   uint8_t* shared = shared_memory();
   multiply<FORMAT, SUB, R>(a.weight, first, panels, a.in, tokens, shared, [] { wait_for_previous(); });
   const int j = warp_id();  // a warp a token
-  if (j >= tokens.count) return;
-  const int64_t row = tokens.first + j, column = group * kActGroup;
-  float x[2];
-  for (int i = 0; i < 2; ++i) {
-    const int c = lane_id() + kWarp * i;
-    x[i] = column + c < width ? hidden_value<GATED, R>(a, shared, first, j, c) : 0.0f;
-  }
-  if (a.hidden.quantized) return quantize_group(x[0], x[1], a.hidden.quant, row, group);
-  for (int i = 0; i < 2; ++i) {
-    const int64_t c = column + lane_id() + kWarp * i;
-    if (c < width) a.hidden.f[row * a.hidden.stride + c] = x[i];
-  }
+  if (j < tokens.count)
+    write_hidden<GATED>(shared, j, a.bias ? a.bias + first * kPanel : nullptr, a.activation, a.hidden, tokens.first + j,
+                        group);
 }
 
 template <int FORMAT, int SUB, bool GATED>
 void launch_up(Stream stream, const Up& a) {
-  constexpr int R = kActGroup / kPanel * (GATED ? 2 : 1);
+  constexpr int R = kHiddenPanels<GATED>;
   const size_t bytes = shared_bytes<FORMAT, SUB, R>(a.tokens < kFewTokens ? a.tokens : kFewTokens);
   allow_shared(ffn_up_kernel<FORMAT, SUB, GATED>, bytes);
   const dim3 grid(static_cast<unsigned>((a.weight.panels + R - 1) / R), chunks_of(a.tokens));

@@ -33,12 +33,13 @@ namespace pe::cuda {
 constexpr int kWarps = 8, kBlockThreads = kWarps * kWarp;
 constexpr int kSumStride = 20;  // floats from a token's 16 sums to the next one's: no two lanes in a bank
 
-// Up to 8 rows of activations: row j is index[first + j], or first + j.
+// Up to 8 rows of activations: row j is first + j or, by a list of rows of experts, index[first + j] / per_row.
 struct Tokens {
   const int32_t* index = nullptr;
+  int32_t per_row = 1;
   int64_t first = 0;
   int count = 0;
-  __device__ __forceinline__ int64_t row(int j) const { return index ? index[first + j] : first + j; }
+  __device__ __forceinline__ int64_t row(int j) const { return index ? index[first + j] / per_row : first + j; }
 };
 
 template <int FORMAT, int SUB, int R>

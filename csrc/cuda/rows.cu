@@ -2,6 +2,7 @@
 // alone and sums have one fixed tree, so a row's bits do not depend on how many there are.
 #include "cuda/math.cuh"
 #include "cuda/quantize.cuh"
+#include "cuda/tile.cuh"
 
 namespace pe::cuda {
 
@@ -85,7 +86,8 @@ void launch_norm(Stream stream, const NormRows& a, int count) {
 __device__ __forceinline__ float table_value(const Table& t, int64_t row, int64_t c) {
   const int64_t at = row * t.cols + c;
   if (t.format == PE_ROWS_F32) return static_cast<const float*>(t.data)[at];
-  return from_bf16(static_cast<const uint16_t*>(t.data)[at]);
+  if (t.format == PE_ROWS_BF16) return from_bf16(static_cast<const uint16_t*>(t.data)[at]);
+  return value_of(t.matrix, row, c);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -185,7 +187,7 @@ void require_activation(int activation) {
 }
 
 void require_table(const Table& t) {
-  if (t.format != PE_ROWS_F32 && t.format != PE_ROWS_BF16)
+  if (t.format != PE_ROWS_F32 && t.format != PE_ROWS_BF16 && t.format != t.matrix.format)
     fail(PE_UNSUPPORTED, "an embedding of format %d on a CUDA device", t.format);
 }
 
