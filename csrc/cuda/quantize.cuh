@@ -11,6 +11,9 @@ __host__ __device__ constexpr int64_t groups_of(int64_t width) { return (width +
 // All lanes of a warp: lane l has columns l and l + 32 of the group, 0 past the row's width.
 __device__ __forceinline__ void quantize_group(float x0, float x1, const QuantView& o, int64_t row, int64_t group) {
   const int lane = lane_id();
+  constexpr float kSmallest = 0x1p-126f;  // the CPU flushes what is smaller
+  if (fabsf(x0) < kSmallest) x0 = 0.0f;
+  if (fabsf(x1) < kSmallest) x1 = 0.0f;
   float size0 = fabsf(x0), size1 = fabsf(x1);
   float max = warp_max(fmaxf(size0, size1));
   const float below = warp_max(fmaxf(size0 < max ? size0 : 0.0f, size1 < max ? size1 : 0.0f));

@@ -21,9 +21,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EMULATION = ROOT / "tests" / "cuda_emulation"
 INCLUDES = ["-Icsrc", "-Icsrc/include", "-Itests/cuda"]
-HOST = ["g++", "-std=c++20", "-O1", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+HOST = ["g++", "-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
 HOST += ["-Wno-unknown-pragmas", "-ffp-contract=off"]
-DEVICE = ["nvcc", "-std=c++20", "-arch=native", "--fmad=false", "-shared", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
+DEVICE = ["nvcc", "-std=c++20", "-arch=native", "--fmad=false", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
 
 
 class Kernels:
@@ -55,31 +55,34 @@ def on_device() -> bool:
 
 
 def compile_kernels(folder: Path, sources: list[str], changed: dict[str, str] | None = None) -> Path:
-    """A library of those files, named from the repository's root, kept in `folder` for as long as no source changes.
+    """A library of those files, named from the repository's root; objects and library are kept in `folder`.
 
-    changed: file -> other text of it, for tests of seeded mistakes.
+    changed: file -> other text of it, for tests of seeded mistakes; headers among them, too.
     """
-    files = [*sources, "csrc/core/status.cc"]
-    command = [*DEVICE, *INCLUDES] if on_device() else [*HOST, f"-I{EMULATION}", *INCLUDES, "-x", "c++"]
+    files, changed = [*sources, "csrc/core/status.cc"], changed or {}
+    compiler = [*DEVICE, *INCLUDES] if on_device() else [*HOST, f"-I{EMULATION}", *INCLUDES, "-x", "c++"]
     if not on_device():
         files += [str(p.relative_to(ROOT)) for p in sorted((EMULATION / "emulated").glob("*.cc"))]
-    digest = hashlib.sha256(repr((command, files, sorted((changed or {}).items()))).encode())
+    common = hashlib.sha256(repr(compiler).encode())
     for part in (ROOT / "csrc", EMULATION, ROOT / "tests" / "cuda"):
-        for path in sorted(p for p in part.rglob("*") if p.suffix in (".h", ".cc", ".cu", ".cuh")):
-            digest.update(path.read_bytes())
-    library = folder / f"{digest.hexdigest()[:32]}.so"
-    if library.exists():
-        return library
-    for name, text in (changed or {}).items():
-        path = folder / f"{digest.hexdigest()[:32]}-{Path(name).name}"
-        path.write_text(text)
-        files[files.index(name)] = str(path)
-    made = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run([*command, *files, "-o", str(made), "-ldl", "-lpthread"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    made.rename(library)
-    return library
+        for path in sorted(p for p in part.rglob("*") if p.suffix in (".h", ".cuh")):
+            common.update(changed.get(str(path.relative_to(ROOT)), path.read_text()).encode())
+    shadow = folder / "changed" / hashlib.sha256(repr(sorted(changed.items())).encode()).hexdigest()[:16]
+    for name, text in changed.items():
+        (shadow / name).parent.mkdir(parents=True, exist_ok=True)
+        (shadow / name).write_text(text)
+    if changed:
+        compiler.insert(1, f"-I{shadow / 'csrc'}")  # headers there are found first
+    objects = []
+    for name in files:
+        path = (shadow if name in changed else ROOT) / name
+        digest = common.copy()
+        digest.update(name.encode() + path.read_bytes())
+        object_file = folder / f"{digest.hexdigest()[:32]}.o"
+        objects.append(_kept(object_file, lambda to, path=path: _run([*compiler, "-c", str(path), "-o", str(to)])))
+    digest = hashlib.sha256(repr([o.name for o in objects]).encode())
+    link = [compiler[0], "-shared", *map(str, objects), "-ldl", "-lpthread"]
+    return _kept(folder / f"{digest.hexdigest()[:32]}.so", lambda to: _run([*link, "-o", str(to)]))
 
 
 @pytest.fixture(scope="session")

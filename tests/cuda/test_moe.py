@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from compare import assert_close, assert_same_bits
-from kernel_cases import EPS, bfloat16_bits, normal
+from compare import assert_same_bits
+from kernel_cases import bfloat16_bits, normal
 
 from pyengine import kernels_moe
 from pyengine._core import Backend, Format
