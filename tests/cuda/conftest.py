@@ -54,6 +54,21 @@ def on_device() -> bool:
     return os.environ.get("PYENGINE_CUDA_TESTS") == "device"
 
 
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+
+
+def _kept(path: Path, make: Callable[[Path], None]) -> Path:
+    """The file, made if it is not there; two that make it at once do not see each other's half."""
+    if not path.exists():
+        made = path.with_suffix(f".{os.getpid()}{path.suffix}")
+        make(made)
+        made.rename(path)
+    return path
+
+
 def compile_kernels(folder: Path, sources: list[str], changed: dict[str, str] | None = None) -> Path:
     """A library of those files, named from the repository's root; objects and library are kept in `folder`.
 

@@ -49,7 +49,9 @@ def cuda(build: Callable[..., Any]) -> Any:
     return build("tests/cuda/moe_driver.cc", "csrc/cuda/route.cu", "csrc/cuda/moe.cu", *MATRICES)
 
 
-MATRICES = ("csrc/cuda/linear.cu", "csrc/cuda/repack.cc", "csrc/core/formats.cc", "csrc/core/memory.cc")
+MATRICES = (
+    "csrc/cuda/linear.cu", "csrc/cuda/rows.cu", "csrc/cuda/repack.cc", "csrc/core/formats.cc", "csrc/core/memory.cc",
+)  # fmt: skip
 
 
 def exact(seed: int, *shape: int) -> np.ndarray:
@@ -61,20 +63,19 @@ def bias_of(router: RouterSpec) -> np.ndarray | None:
     return normal(9, router.num_experts) if router.selection_bias else None
 
 
-def packed(weight: np.ndarray) -> tuple[np.ndarray, int]:
-    """Bytes of the tensor, header included, and its format."""
+def packed(weight: np.ndarray) -> np.ndarray:
+    """Bytes of the tensor, header included."""
     fmt = Format.BF16 if weight.dtype == np.uint16 else Format.F32
     backend = Backend(1, "scalar")
     tensor = backend.tensor_create(int(fmt), *weight.shape)
     backend.tensor_pack(tensor, weight)
-    return np.asarray(backend.tensor_bytes(tensor)).copy(), int(fmt)
+    return np.asarray(backend.tensor_bytes(tensor)).copy()
 
 
 def route(
     cuda: Any, x: np.ndarray, weight: np.ndarray, router: RouterSpec, bias: np.ndarray | None = None, layer: int = 5
 ) -> Routed:
     tokens, rows, f = len(x), len(x) * router.top_k, router_fields(router)
-    raw, fmt = packed(weight)
     out = np.empty((tokens, 2 * router.top_k), np.float32)
     first, order, place = (np.full(n, -1, np.int32) for n in (router.num_experts + 1, rows, rows))
     counts, failure = np.full(router.num_experts, 100, np.uint64), np.zeros(3, np.int32)
@@ -91,8 +92,8 @@ def route(
         np.int32,
     )
     cuda(
-        "moe_route", raw, fmt, weight.shape[1], x, tokens, bias, numbers, float(f["scale"]), float(f["eps"]), layer, out,
-        first, order, place, counts, failure,
+        "moe_route", packed(weight), x, tokens, bias, numbers, float(f["scale"]), float(f["eps"]), layer, out, first,
+        order, place, counts, failure,
     )  # fmt: skip
     ids = out[:, router.top_k :].astype(np.int64)
     return Routed(ids, np.ascontiguousarray(out[:, : router.top_k]), first, order, place, counts - 100, failure)
