@@ -150,9 +150,9 @@ struct LatentWork {
   Rows in;
   const float* norm;
   float eps;
+  int tokens;
   Rope rope;
   KvView kv;
-  int tokens;
 };
 
 __global__ void __launch_bounds__(kWarps* kWarp) latent_kernel(LatentWork w, Step step) {
@@ -206,7 +206,7 @@ void finish_heads(Stream stream, const FinishHeads& f, const Step& step) {
 
 void latent_append(Stream stream, const Rows& in, const float* norm, float eps, const Rope& rope, const KvView& kv,
                    const Step& step, int tokens) {
-  const LatentWork w{in, norm, eps, rope, kv, tokens};
+  const LatentWork w{in, norm, eps, tokens, rope, kv};
   launch(stream, latent_kernel, dim3(static_cast<unsigned>((tokens + kWarps - 1) / kWarps)), dim3(kWarps * kWarp),
          shared_of(kv.k_dim), w, step);
 }
