@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda_runtime.h"
+#include "hooks.h"
 #include "memory.h"
 #include "symbols.h"
 
@@ -46,6 +47,7 @@ cudaError_t refused(cudaError_t error, std::string why) {
 }  // namespace
 
 struct CUstream_st {
+  const cuda_emulation::StreamHooks* hooks;    // first
   std::shared_ptr<std::vector<Work>> capture;  // shared with streams that joined through an event
   bool origin = false, invalidated = false;
 };
@@ -83,6 +85,14 @@ cudaError_t submit(cudaStream_t stream, Work work) {
     return cudaSuccess;
   }
   return returned(work.run());
+}
+
+int submit_for_library(void* stream, std::function<void()> work) {
+  std::lock_guard guard(lock_);
+  return submit(static_cast<cudaStream_t>(stream), {Work::kernel, nullptr, [work] {
+                                                      work();
+                                                      return cudaSuccess;
+                                                    }});
 }
 
 bool on_host(const void* p, size_t bytes) {
@@ -352,7 +362,8 @@ cudaError_t cudaMemset(void* p, int value, size_t bytes) { return cudaMemsetAsyn
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   std::lock_guard guard(lock_);
-  streams.insert(*stream = new CUstream_st);
+  static constexpr cuda_emulation::StreamHooks hooks{submit_for_library, cuda_emulation::in_device_memory};
+  streams.insert(*stream = new CUstream_st{&hooks, nullptr, false, false});
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }

@@ -37,6 +37,7 @@ struct Thread {
   uint3 index{};
   bool done = false;
   const char* waits_for = nullptr;
+  uint32_t mask = 0;  // of the exchange it waits in
   Site site{};
   std::vector<Copy> copies;
   int groups = 0;
@@ -158,6 +159,7 @@ void start_block(uint64_t block) {
     t.index = {n % b.x, n / b.x % b.y, n / b.x / b.y};
     t.done = false;
     t.waits_for = nullptr;
+    t.mask = 0;
     t.copies.clear();
     t.groups = 0;
   }
@@ -183,26 +185,28 @@ bool run_warp(int index) {
   return any;
 }
 
+std::string waiting(const Thread& t) {
+  char mask[24] = "";
+  if (t.mask) snprintf(mask, sizeof mask, " with mask %08x", t.mask);
+  return std::string("waits at ") + base_name(t.site.file) + ":" + std::to_string(t.site.line) + " (" + t.waits_for +
+         mask + ")";
+}
+
+// Names the first thread that waits and one that is elsewhere: of its warp, where it waits for its warp.
 void report_deadlock() {
-  int first = -1;
-  std::string text;
-  for (int i = 0; i < thread_count; ++i) {
-    if (threads[i].done) continue;
-    if (first < 0) first = i;
-  }
+  int first = 0;
+  while (threads[first].done) ++first;
   const Thread& t = threads[first];
-  text = where(first) + ": waits at " + base_name(t.site.file) + ":" + std::to_string(t.site.line) + " (" +
-         t.waits_for + ") for threads that do not come";
-  for (int i = 0; i < thread_count; ++i) {  // one that is elsewhere
+  error = where(first) + ": " + waiting(t) + " for threads that do not come";
+  const int from = t.mask ? first / kLanes * kLanes : 0,
+            to = t.mask ? std::min(from + kLanes, thread_count) : thread_count;
+  for (int i = from; i < to; ++i) {
     const Thread& o = threads[i];
-    if (!o.done && o.waits_for == t.waits_for && o.site.line == t.site.line && o.site.file == t.site.file) continue;
-    text += ": thread " + std::to_string(i) +
-            (o.done ? " has ended"
-                    : " waits at " + std::string(base_name(o.site.file)) + ":" + std::to_string(o.site.line) + " (" +
-                          o.waits_for + ")");
-    break;
+    if (t.mask && !(t.mask >> (i % kLanes) & 1)) continue;
+    if (!o.done && o.mask == t.mask && o.site.line == t.site.line && o.site.file == t.site.file) continue;
+    error += ": thread " + std::to_string(i) + (o.done ? std::string(" has ended") : " " + waiting(o));
+    return;
   }
-  error = text;
 }
 
 void run_block(uint64_t block) {
@@ -293,18 +297,16 @@ void warp_op(WarpOp& op) {
     if (threads[running / kLanes * kLanes + l].done)
       thread_error(op.site, "%s: the mask %08x names lane %d, which has ended", op.name, op.mask, l);
     const WarpOp* other = w.ops[l];
-    if (!other) {
-      all = false;
-    } else if (other->mask != op.mask || other->finish != op.finish) {
-      thread_error(op.site, "%s with mask %08x, while lane %d is at %s:%d: %s with mask %08x", op.name, op.mask, l,
-                   base_name(other->site.file), other->site.line, other->name, other->mask);
-    } else if (op.aligned && (other->site.line != op.site.line || other->site.file != op.site.file)) {
+    if (!other || other->mask != op.mask || other->finish != op.finish)
+      all = false;  // it may yet come here, from an exchange of fewer lanes
+    else if (op.aligned && (other->site.line != op.site.line || other->site.file != op.site.file))
       thread_error(op.site, "%s, while lane %d is at %s:%d", op.name, l, base_name(other->site.file), other->site.line);
-    }
   }
   if (!all) {
     set_ready(running, false);
+    threads[running].mask = op.mask;
     block_thread(op.name, op.site);
+    threads[running].mask = 0;
     return;
   }
   WarpOp* ops[kLanes] = {};
