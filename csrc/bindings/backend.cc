@@ -2,8 +2,15 @@
 
 namespace pe_py {
 
-Backend::Backend(int threads, const std::string& isa, const Library* library) : api(library ? library->api : linked()) {
-  const pe_backend_config config{sizeof(pe_backend_config), threads, isa.empty() ? nullptr : isa.c_str(), nullptr};
+namespace {
+
+const char* or_null(const std::string& s) { return s.empty() ? nullptr : s.c_str(); }
+
+}  // namespace
+
+Backend::Backend(int threads, const std::string& isa, const Library* library, const std::string& device)
+    : api(library ? library->api : linked()) {
+  const pe_backend_config config{sizeof(pe_backend_config), threads, or_null(isa), or_null(device)};
   check(api.backend_create(&config, &handle));
 }
 
@@ -183,9 +190,10 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("compiler", [](const Library& l) { return std::string(l.api.compiler()); })
       .def_property_readonly("commit", [](const Library& l) { return std::string(l.api.commit()); });
   py::class_<Backend>(m, "Backend", "Threads, kernels, tensors, rope tables and KV groups of one backend.")
-      .def(py::init<int, const std::string&, const Library*>(), py::arg("threads") = 0, py::arg("isa") = "",
-           py::arg("library") = py::none())
+      .def(py::init<int, const std::string&, const Library*, const std::string&>(), py::arg("threads") = 0,
+           py::arg("isa") = "", py::arg("library") = py::none(), py::arg("device") = "")
       .def_property_readonly("isa", [](const Backend& b) { return std::string(b.api.backend_isa(b.handle)); })
+      .def_property_readonly("device", [](const Backend& b) { return std::string(b.api.backend_device(b.handle)); })
       .def_property_readonly("threads", [](const Backend& b) { return b.api.backend_threads(b.handle); })
       .def("measure", &measure, py::arg("limit"), py::arg("work"), py::arg("passes"))
       .def("flush_caches", [](Backend& b) { b.check(b.api.flush_caches(b.handle)); })

@@ -22,7 +22,7 @@ void bind_program(py::module_& m);
 
 // Owns the C backend; programs keep it alive.
 struct Backend {
-  Backend(int threads, const std::string& isa, const Library* library);
+  Backend(int threads, const std::string& isa, const Library* library, const std::string& device);
   ~Backend();
   Backend(const Backend&) = delete;
   void check(pe_status status) const { pe_py::check(api, status); }

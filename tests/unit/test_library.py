@@ -12,7 +12,7 @@ import pytest
 
 from pyengine import _core
 from pyengine._core import Backend, Format, Library
-from pyengine.errors import RequestError, ResourceError
+from pyengine.errors import RequestError, ResourceError, UnsupportedModelError
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "include" / "pyengine.h"
@@ -52,7 +52,14 @@ def test_a_backend_of_an_opened_library_is_like_the_linked_one() -> None:
 
 def test_the_library_lives_as_long_as_what_uses_it() -> None:
     backend = Backend(1, library=Library(str(CPU_LIBRARY)))
-    assert backend.threads == 1
+    assert (backend.threads, backend.device) == (1, "cpu")
+
+
+def test_the_cpu_library_has_no_other_device() -> None:
+    assert Backend(1, device="cpu").device == "cpu"
+    for device in ("cuda", "cuda:1", "tpu"):
+        with pytest.raises((UnsupportedModelError, ResourceError, RequestError), match=device):
+            Backend(1, device=device)
 
 
 def test_no_such_file(tmp_path: Path) -> None:
