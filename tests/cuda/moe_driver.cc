@@ -1,4 +1,6 @@
 // route.cu and moe.cu, flat. Weights: driver_matrix.h.
+#include <algorithm>
+
 #include "driver_matrix.h"
 
 using namespace pe;
@@ -105,6 +107,30 @@ int moe_experts(const uint8_t* gate_up, const uint8_t* down, const float* x, int
     must(cudaStreamSynchronize(stream));
     if (!w2.integer()) floats.read(hidden);
     result.read(out);
+  });
+}
+
+// The same experts one by one: out [tokens][width] of one expert's matrices, by the dense kernels.
+int moe_dense(const uint8_t* gate_up, const uint8_t* down, const float* x, int64_t tokens, int64_t activation,
+              float* out, int64_t width) {
+  return driven([&](Stream stream) {
+    const DeviceMatrix w(gate_up), w2(down);
+    const Activations in(stream, x, tokens, w.cols(), w.integer());
+    const FloatRows floats(nullptr, tokens, w2.cols()), result(nullptr, tokens, w2.rows());
+    const QuantRows quants(tokens, w2.cols());
+    Ffn f;
+    f.up = w.matrix();
+    f.down = w2.matrix();
+    f.in = in.rows();
+    f.hidden = w2.integer() ? quants.rows() : floats.rows();
+    f.out = result.rows();
+    f.activation = static_cast<int>(activation);
+    f.tokens = static_cast<int>(tokens);
+    ffn(stream, f);
+    must(cudaStreamSynchronize(stream));
+    std::vector<float> all(static_cast<size_t>(tokens * w2.rows()));
+    result.read(all.data());
+    for (int64_t t = 0; t < tokens; ++t) std::copy_n(all.data() + t * w2.rows(), width, out + t * width);
   });
 }
 

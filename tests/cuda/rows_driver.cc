@@ -1,5 +1,5 @@
 // rows.cu, flat.
-#include "driver.h"
+#include "driver_matrix.h"
 
 using namespace pe;
 using namespace pe::cuda;
@@ -111,6 +111,24 @@ int rows_embed(const void* table, int64_t ids_known, int64_t bf16, const float* 
     step.positions = where.data();
     const FloatRows out(nullptr, count, width);
     embed(stream, t, places ? &p : nullptr, scale, out.rows(), step, static_cast<int>(count));
+    must(cudaStreamSynchronize(stream));
+    out.read(y);
+  });
+}
+
+int rows_embed_packed(const uint8_t* table, float scale, const int32_t* ids, float* y, int64_t count, int64_t width) {
+  return driven([&](Stream stream) {
+    const DeviceMatrix w(table);
+    const Array<int32_t> tokens(ids, count);
+    Table t{};
+    t.matrix = w.matrix();
+    t.format = t.matrix.format;
+    t.rows = t.matrix.rows;
+    t.cols = t.matrix.cols;
+    Step step{};
+    step.token_ids = tokens.data();
+    const FloatRows out(nullptr, count, width);
+    embed(stream, t, nullptr, scale, out.rows(), step, static_cast<int>(count));
     must(cudaStreamSynchronize(stream));
     out.read(y);
   });
