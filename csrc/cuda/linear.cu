@@ -66,15 +66,15 @@ void launch_product(Stream stream, const Product& a) {
 
 // What is left of every input head behind the weight's columns, rotated: a thread a column.
 __global__ void __launch_bounds__(kBlockThreads)
-    rotate_rest_kernel(Rows in, int64_t in_head, int64_t begin, int rest, Rope rope, Rows out, int64_t out_head,
-                       int64_t to, const int32_t* positions) {
+    rotate_rest_kernel(Rows in, int64_t in_head, int64_t begin, int rest, const float* table, int rotary, Rows out,
+                       int64_t out_head, int64_t to, const int32_t* positions) {
   wait_for_previous();
   let_next_start();
   const int64_t token = blockIdx.y, head = blockIdx.x;
   const float* x = in.f + token * in.stride + head * in_head + begin;
   float* y = out.f + token * out.stride + head * out_head + to;
-  const int half = rope.rotary_dim / 2;
-  const float* cos = rope.values + int64_t{positions[token]} * rope.rotary_dim;
+  const int half = rotary / 2;
+  const float* cos = table + int64_t{positions[token]} * rotary;
   for (int i = static_cast<int>(threadIdx.x); i < rest; i += static_cast<int>(blockDim.x)) {
     if (i < half)
       y[i] = fmaf(-x[half + i], cos[half + i], x[i] * cos[i]);
@@ -125,7 +125,7 @@ void head_linear(Stream stream, const Matrix& weight, const Rows& in, int heads,
   if (!rope) fail(PE_INTERNAL, "head_linear leaves %lld columns but has no rope", static_cast<long long>(rest));
   const dim3 grid(static_cast<unsigned>(heads), static_cast<unsigned>(tokens));
   launch(stream, rotate_rest_kernel, grid, dim3(kWarp), 0, in, int64_t{head_dim}, weight.cols, static_cast<int>(rest),
-         *rope, out, a.out_head, a.columns, step.positions);
+         rope->values, rope->rotary_dim, out, a.out_head, a.columns, step.positions);
 }
 
 }  // namespace pe::cuda

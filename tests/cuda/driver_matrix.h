@@ -58,4 +58,16 @@ class Activations {
   bool integer_;
 };
 
+inline Linear linear_of(const DeviceMatrix& w, const Activations& in, const FloatRows& out, const Array<float>& bias,
+                        float factor, int64_t tokens) {
+  Linear l;
+  l.weight = w.matrix();
+  l.in = in.rows();
+  l.out = out.rows();
+  l.bias = bias.or_null();
+  l.factor = factor;
+  l.tokens = static_cast<int>(tokens);
+  return l;
+}
+
 }  // namespace pe::cuda
