@@ -104,3 +104,15 @@ def build(request: pytest.FixtureRequest) -> Callable[..., Kernels]:
     assert request.config.cache is not None
     folder = Path(str(request.config.cache.mkdir("cuda_kernels")))
     return lambda *sources, changed=None: Kernels(compile_kernels(folder, list(sources), changed))
+
+
+@pytest.fixture(scope="session")
+def cublaslt(request: pytest.FixtureRequest) -> str:
+    """What to open as cuBLASLt: on a device the system's, else the emulation's."""
+    if on_device():
+        return "libcublasLt.so.13"
+    assert request.config.cache is not None
+    folder = Path(str(request.config.cache.mkdir("cuda_kernels")))
+    compiler, source = [*HOST, "-shared"], str(EMULATION / "cublaslt" / "cublaslt_emulated.cc")
+    digest = hashlib.sha256(repr(compiler).encode() + _run([*compiler, "-E", source]).encode()).hexdigest()[:32]
+    return str(_kept(folder / f"{digest}-cublaslt.so", lambda to: _run([*compiler, source, "-o", str(to)])))
