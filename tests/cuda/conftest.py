@@ -3,6 +3,10 @@
 By default the host compiler builds them over tests/cuda_emulation; with PYENGINE_CUDA_TESTS=device nvcc does, for the
 GPU that is there. A driver (tests/cuda/*_driver.cc) copies arrays to the device and back with the helpers of driver.h.
 Its functions take int64_t, float and pointers, and return a pe_status.
+
+Whole programs and models run through `library`: the one that PYENGINE_CUDA_LIBRARY names, or else what the target
+pyengine_cuda_emulated left in a build folder. tools/checks/cuda.sh builds it and runs this folder, which the suite's
+default run leaves to it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from pyengine import _core
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATION = ROOT / "tests" / "cuda_emulation"
@@ -116,3 +122,35 @@ def cublaslt(request: pytest.FixtureRequest) -> str:
     compiler, source = [*HOST, "-shared"], str(EMULATION / "cublaslt" / "cublaslt_emulated.cc")
     digest = hashlib.sha256(repr(compiler).encode() + _run([*compiler, "-E", source]).encode()).hexdigest()[:32]
     return str(_kept(folder / f"{digest}-cublaslt.so", lambda to: _run([*compiler, source, "-o", str(to)])))
+
+
+def library_file() -> Path | None:
+    """PYENGINE_CUDA_LIBRARY, or the emulated library beside the core, or of a build here; the newest."""
+    named = os.environ.get("PYENGINE_CUDA_LIBRARY")
+    if named:
+        return Path(named)
+    folders = [Path(_core.__file__).resolve().parent, *ROOT.glob("build*")]
+    files = [folder / "tests" / "cuda_emulation" / "libpyengine_cuda_emulated.so" for folder in folders]
+    return max((file for file in files if file.is_file()), key=lambda file: file.stat().st_mtime, default=None)
+
+
+@pytest.fixture(scope="session")
+def library() -> Any:
+    """The whole CUDA library as _core.Library; PYENGINE_CUDA_LIBRARY is set to its file."""
+    file = library_file()
+    if file is None:
+        pytest.skip("no emulated library: tools/checks/cuda.sh, or the CMake target pyengine_cuda_emulated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYENGINE_CUDA_LIBRARY", str(file))
+        yield _core.Library(str(file))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Only where they are asked for by name: the suite's own run need not compile the CUDA core."""
+    here = Path(__file__).parent
+    if any(here in (path := Path(arg.partition("::")[0]).absolute()).parents or path == here for arg in config.args):
+        return
+    skip = pytest.mark.skip(reason="of the CUDA core: tools/checks/cuda.sh runs these")
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(skip)
