@@ -103,6 +103,7 @@ void act_mul(Stream, const Rows& in, int activation, const Rows& out, int count)
 void act(Stream, const Rows& in, int activation, const Rows& out, int count);
 void mask_columns(Stream, const float* mask, const Rows& out, int count);
 void gate(Stream, const Rows& in, const float* weight, const Rows& out, int count);
+void load(Stream, const float* from, const Rows& out, int count);  // from: [count][width]
 // place: row -> where it lies (sorted experts), or nullptr
 void tap(Stream, const Rows& in, const int32_t* place, float* out, int count);
 

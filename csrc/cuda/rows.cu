@@ -170,6 +170,13 @@ __global__ void __launch_bounds__(kThreads) tap_kernel(Rows in, const int32_t* p
   if (c < in.width) out[row * in.width + c] = in.f[(place ? place[row] : row) * in.stride + c];
 }
 
+__global__ void __launch_bounds__(kThreads) load_kernel(const float* from, Rows out) {
+  wait_for_previous();
+  let_next_start();
+  const int64_t row = row_index(), c = column_index();
+  if (c < out.width) out.f[row * out.stride + c] = from[row * out.width + c];
+}
+
 // out *= sigmoid(in . weight)
 __global__ void __launch_bounds__(kWarp* kMaxRowWarps) gate_kernel(Rows in, const float* weight, Rows out) {
   wait_for_previous();
@@ -241,6 +248,10 @@ void mask_columns(Stream stream, const float* mask, const Rows& out, int count) 
 
 void gate(Stream stream, const Rows& in, const float* weight, const Rows& out, int count) {
   if (count > 0) launch(stream, gate_kernel, static_cast<unsigned>(count), row_block(in.width), 0, in, weight, out);
+}
+
+void load(Stream stream, const float* from, const Rows& out, int count) {
+  if (count > 0) launch(stream, load_kernel, grid_of(count, out.width), kThreads, 0, from, out);
 }
 
 void tap(Stream stream, const Rows& in, const int32_t* place, float* out, int count) {
