@@ -168,7 +168,7 @@ size_t gemm_scratch_bytes(const Matrix& m, int tokens) {
 }
 
 void linear_many(Stream stream, Gemm& gemm, const Linear& l, void* scratch, size_t scratch_bytes) {
-  if (l.tokens <= kFewTokens || !gemm.available()) return linear(stream, l);
+  if (!gemm.takes(l.weight, l.tokens)) return linear(stream, l);
   if (l.in.quantized == is_float_format(l.weight.format))
     fail(PE_INTERNAL, "activations of a product with %s", format_name(l.weight.format));
   if (scratch_bytes < gemm_scratch_bytes(l.weight, l.tokens))
@@ -185,7 +185,7 @@ size_t ffn_scratch_bytes(const Ffn& f) {
 }
 
 void ffn_many(Stream stream, Gemm& gemm, const Ffn& f, void* scratch, size_t scratch_bytes) {
-  if (f.tokens <= kFewTokens || !gemm.available()) return ffn(stream, f);
+  if (!gemm.takes(f.up, f.tokens) && !gemm.takes(f.down, f.tokens)) return ffn(stream, f);
   if (scratch_bytes < ffn_scratch_bytes(f))
     fail(PE_INTERNAL, "scratch of %zu bytes for an FFN that takes %zu", scratch_bytes, ffn_scratch_bytes(f));
   uint8_t* rest = static_cast<uint8_t*>(scratch) + up_bytes(f);

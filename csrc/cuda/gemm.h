@@ -20,6 +20,10 @@ class Gemm {
   Gemm& operator=(const Gemm&) = delete;
 
   bool available() const { return handle_ != nullptr; }
+  // Whether it is worth it. What is converted is read, written as bfloat16 or float32 and read again, 8 times the bytes
+  // of an int4 weight and 3 times those of a float one; the chunks of 8 read the weight once each, and keep the bits of
+  // a row.
+  bool takes(const Matrix& m, int tokens) const { return available() && tokens > (m.group ? 32 : 16); }
   const std::string& describe() const { return description_; }  // "cuBLASLt 13.0.2", or what is used instead and why
 
   // c [n][c_stride] = alpha * b [n][b_stride] . a [m][a_stride]^T (+ c where `add`), all row-major, sums over k

@@ -66,6 +66,10 @@ constexpr size_t shared_bytes(int tokens) {
   return loads > sums ? loads : sums;
 }
 
+// What a block may have on sm_86 and sm_89.
+template <int FORMAT, int SUB, int R>
+constexpr bool fits = shared_bytes<FORMAT, SUB, R>(kFewTokens) <= 99u << 10;
+
 // ---- activations into shared memory ---------------------------------------------------------------------------------
 
 template <bool ASYNC>
@@ -348,6 +352,7 @@ __device__ __forceinline__ void multiply(const Matrix& m, int64_t panel, int pan
                                          const Tokens& tokens, uint8_t* shared, Ready&& ready) {
   using S = Sizes<FORMAT, SUB, R>;
   constexpr bool kFloat = S::kFloat;
+  static_assert(fits<FORMAT, SUB, R>);
   const int warp = warp_id(), lane = lane_id(), k_tiles = static_cast<int>(m.k_tiles);
   const int mine = warp < k_tiles ? (k_tiles - warp + kWarps - 1) / kWarps : 0;  // tiles of columns
   const uint32_t slab_size = slab_bytes<kFloat>(tokens.count);

@@ -117,7 +117,7 @@ def activations_of(x: Array, raw: Array) -> tuple[Array, Array]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_many_tokens(gemm: Any, library: Array, name: str) -> None:
     """Both sides rounded to bfloat16, 2^-9 each, sums in float32: 2^-8 + 2^-18 + (K + 8) 2^-23 of sum |terms|."""
-    for n, k, tokens in [(40, 200, 9), (17, 72, 33), (64, 128, 17)]:
+    for n, k, tokens in [(40, 200, 33), (17, 72, 40)]:
         w, x, bias, base = normal(n, n, k), normal(k, tokens, k), normal(1, n), normal(2, tokens, n)
         x[3, k // 2] = 70
         raw = packed(w, FORMATS[name])
@@ -135,7 +135,7 @@ def test_many_tokens(gemm: Any, library: Array, name: str) -> None:
 @pytest.mark.parametrize("gated", [True, False])
 def test_ffn_of_many_tokens(gemm: Any, library: Array, gated: bool) -> None:
     """By cuBLASLt or in chunks of 8, the same FFN: bfloat16 moves its sums by 2^-8 of sum |terms|."""
-    width, k, n, tokens = 72, 136, 24, 11
+    width, k, n, tokens = 72, 136, 24, 33
     for name in ("int8", "bf16", "f32"):
         matrices = [normal(s, width, k) for s in range(2 if gated else 1)]
         raws = interleaved(matrices, FORMATS[name]), packed(normal(5, n, width), FORMATS[name])
@@ -148,7 +148,7 @@ def test_ffn_of_many_tokens(gemm: Any, library: Array, gated: bool) -> None:
 
 
 def test_nan_stays_with_its_token(gemm: Any, library: Array) -> None:
-    x = normal(1, 12, 136)
+    x = normal(1, 34, 136)
     x[7, 5] = np.nan
     y = run_linear(gemm, packed(normal(2, 16, 136), FORMATS["int8"]), 16, x, None, 0.0, None, "gemm_run", library)
     assert np.isnan(y[7]).all()
@@ -164,6 +164,16 @@ def test_dequantize_gives_the_values_of_the_cpu(gemm: Any, name: str) -> None:
         assert_same_bits(np.ascontiguousarray(out[:n]), layer.dequantized(), f"{name} {n} x {k}")
 
 
+def test_fewer_tokens_keep_their_bits(gemm: Any, lin: Any, library: Array) -> None:
+    """Up to 32 tokens (16 of float weights) the chunks of 8 move fewer bytes."""
+    for name, most in (("int8", 32), ("bf16", 16)):
+        raw, x = packed(normal(1, 16, 72), FORMATS[name]), normal(2, most + 1, 72)
+        chunks = run_linear(lin, raw, 16, x)
+        y = run_linear(gemm, raw, 16, x[:most], None, 0.0, None, "gemm_run", library)
+        assert_same_bits(y, chunks[:most], f"{name} {most}")
+        assert (run_linear(gemm, raw, 16, x, None, 0.0, None, "gemm_run", library) != chunks).any()
+
+
 def test_a_missing_library_is_said_and_the_chunks_are_used(gemm: Any, lin: Any, library: Array, tmp_path: Path) -> None:
     said = ctypes.create_string_buffer(300)
     for path, why in [("/nowhere/libcublasLt.so.13", ""), ("libm.so.6", ": lacks cublasLtCreate")]:
@@ -171,6 +181,6 @@ def test_a_missing_library_is_said_and_the_chunks_are_used(gemm: Any, lin: Any, 
         assert said.value.startswith(f"own kernels, 8 tokens at a time: {path}{why}".encode()), said.value
     gemm("gemm_describe", library, np.frombuffer(said, np.uint8), 300)
     assert said.value.startswith(b"cuBLASLt 1")
-    raw, x = packed(normal(1, 16, 72), FORMATS["int8"]), normal(2, 11, 72)
+    raw, x = packed(normal(1, 16, 72), FORMATS["int8"]), normal(2, 35, 72)
     y = run_linear(gemm, raw, 16, x, None, 0.0, None, "gemm_run", text("/nowhere"))
     assert_same_bits(y, run_linear(lin, raw, 16, x), "in chunks")
