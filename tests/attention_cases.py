@@ -23,6 +23,9 @@ ROUNDED: dict[int, Callable[[Array], Array]] = {
     INT8: lambda x: np.asarray(reference.round_int8(x), np.float32),
 }
 PARTITION, BLOCK = 256, 32
+SOURCES = ("tests/cuda/attention_driver.cc", "csrc/cuda/attention.cu", "csrc/cuda/attention_tiles.cu",
+           "csrc/cuda/heads.cu", "csrc/cuda/kv_layout.cc", "csrc/cuda/rows.cu", "csrc/runtime/kv_cache.cc",
+           "csrc/core/memory.cc")  # fmt: skip
 
 
 class Batch(ctypes.Structure):
@@ -154,11 +157,13 @@ def oracle(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    pieces: bool = False,
 ) -> tuple[Array, Array]:
     """float64 over ragged spans, and how far float32 may be off. q [T, heads, d]; k, v [sequence][keys, kv_heads, d].
 
     A score is wrong by at most delta = (d + 2) eps |q| |k| scale, and the 8 roundings of a cap; so a weight by a factor
     within exp(+-2 delta), and the roundings of one exp, one product and sum per key, and of a merge per partition.
+    pieces: q and the weights are two pieces of bfloat16 each, which leaves out 2^-16 of them.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     exact, bounds, at = [], [], 0
@@ -170,8 +175,18 @@ def oracle(
             reference.attention(mine, keys, values, scale, begin, window, softcap).reshape(*mine.shape[:2], -1)
         )
         norms = float(np.linalg.norm(mine, axis=2).max()) * float(np.linalg.norm(keys, axis=2).max())
-        delta = (q.shape[2] + 2) * EPS * norms * abs(scale) + 8 * EPS * (softcap or 0)
+        left_out = 2.0**-16 if pieces else 0
+        delta = ((q.shape[2] + 2) * EPS + left_out) * norms * abs(scale) + 8 * EPS * (softcap or 0)
         bounds.append(
-            np.full(exact[-1].shape, (2 * delta + (min(end, window or end) + 16) * EPS) * float(np.abs(values).max()))
+            np.full(
+                exact[-1].shape,
+                (2 * delta + left_out + (min(end, window or end) + 16) * EPS) * float(np.abs(values).max()),
+            )
         )
     return np.concatenate(exact), np.concatenate(bounds)
+
+
+def in_pieces(spans: Sequence[Span], dtype: int) -> bool:
+    """Whether the tensor cores get a batch: many tokens, not one or two of each of many sequences."""
+    tokens = sum(end - begin for _, begin, end in spans)
+    return dtype != F32 and tokens > 8 and tokens >= 4 * len(spans)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/attention_rows.cuh"
 #include "cuda/quantize.cuh"
 
 namespace pe::cuda {
@@ -17,20 +18,9 @@ constexpr size_t kManyFloats = size_t{1} << 24;  // of partials, for more than k
 constexpr int kMaxColumns = 8 * kAttentionThreads;
 constexpr int kMergeSlices = 4;
 
-struct Work {
-  Attention a;
-  Step step;
-  int32_t ratio, row_heads, row_tokens, head_chunks;  // query heads of a KV head; rows of a block; blocks of a KV head
-};
-
-// A block's rows: heads first_head + r % row_heads of tokens first_token + r / row_heads.
-struct BlockRows {
-  int32_t kv_head, first_head, heads, first_token, tokens;
-};
-
 template <int R>
-__device__ __forceinline__ AttentionShared<R> shared_of(const Work& w, RowRanges<R>* rows, const uint8_t** blocks,
-                                                        float* max, float* sum) {
+__device__ __forceinline__ AttentionShared<R> shared_of(const AttentionWork& w, RowRanges<R>* rows,
+                                                        const uint8_t** blocks, float* max, float* sum) {
   uint8_t* base = shared_memory();
   float* q = reinterpret_cast<float*>(base + kRingBytes);
   return {base, q, q + R * w.a.kv.k_stride, max, sum, rows, blocks};
@@ -38,7 +28,7 @@ __device__ __forceinline__ AttentionShared<R> shared_of(const Work& w, RowRanges
 
 // q and the key ranges of the rows, in shared memory; rows past the block's have no keys.
 template <int R>
-__device__ __forceinline__ void load_rows(const Work& w, const BlockRows& b, const AttentionShared<R>& s) {
+__device__ __forceinline__ void load_rows(const AttentionWork& w, const BlockRows& b, const AttentionShared<R>& s) {
   const Attention& a = w.a;
   RowRanges<R>& rows = *s.rows;
   const auto used = [&](int r) { return r % w.row_heads < b.heads && r / w.row_heads < b.tokens; };
@@ -64,11 +54,6 @@ __device__ __forceinline__ void load_rows(const Work& w, const BlockRows& b, con
   }
 }
 
-__device__ __forceinline__ BlockRows heads_of(const Work& w, int kv_head, int chunk) {
-  const int first = chunk * w.row_heads;
-  return {kv_head, kv_head * w.ratio + first, ::min(w.row_heads, w.ratio - first), 0, 1};
-}
-
 // Partials: acc [token][head][partition][v_stride], then (max, sum) in the same order.
 __device__ __forceinline__ int64_t partial_of(const Attention& a, int64_t token, int64_t head, int partition) {
   return (token * a.heads + head) * a.max_partitions + partition;
@@ -78,7 +63,7 @@ __device__ __forceinline__ float* sums_of(const Attention& a) {
 }
 
 template <int DTYPE, int R>
-__global__ void __launch_bounds__(kAttentionThreads, 2) split_kernel(Work w) {
+__global__ void __launch_bounds__(kAttentionThreads, 2) split_kernel(AttentionWork w) {
   __shared__ RowRanges<R> ranges;
   __shared__ const uint8_t* blocks[kAttentionWarps];
   __shared__ float max[R], sum[R];
@@ -108,23 +93,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) split_kernel(Work w) {
       });
 }
 
-// The tile's tokens: tiles of a sequence start at its first one. false: there are fewer tiles than blocks.
-__device__ __forceinline__ bool find_tile(const Work& w, int tile, BlockRows& b, int& sequence) {
-  for (sequence = 0; sequence < w.a.sequences; ++sequence) {
-    const int begin = w.step.query_start[sequence], end = w.step.query_start[sequence + 1];
-    const int tiles = (end - begin + w.row_tokens - 1) / w.row_tokens;
-    if (tile < tiles) {
-      b.first_token = begin + tile * w.row_tokens;
-      b.tokens = ::min(w.row_tokens, end - b.first_token);
-      return true;
-    }
-    tile -= tiles;
-  }
-  return false;
-}
-
 template <int DTYPE, int R>
-__global__ void __launch_bounds__(kAttentionThreads, 2) walk_kernel(Work w) {
+__global__ void __launch_bounds__(kAttentionThreads, 2) walk_kernel(AttentionWork w) {
   __shared__ RowRanges<R> ranges;
   __shared__ const uint8_t* blocks[kAttentionWarps];
   __shared__ float max[R], sum[R], run_max[R], run_sum[R], mine[R], other[R];
@@ -245,20 +215,19 @@ int rows_of(const Attention& a, bool walk) {
 }
 
 template <int DTYPE, int R>
-void launch_rows(Stream stream, const Work& w, bool split) {
+void launch_rows(Stream stream, const AttentionWork& w, bool split) {
   const Attention& a = w.a;
   const auto kernel = split ? split_kernel<DTYPE, R> : walk_kernel<DTYPE, R>;
   const size_t shared = shared_bytes(a, R, !split);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
         "shared memory of attention");
-  const int tiles = split ? a.tokens : (a.tokens + w.row_tokens - 1) / w.row_tokens + a.sequences - 1;
-  const dim3 grid(static_cast<unsigned>(tiles * a.kv.kv_heads * w.head_chunks),
-                  static_cast<unsigned>(split ? a.max_partitions : 1));
+  const auto blocks = static_cast<unsigned>(a.tokens * a.kv.kv_heads * w.head_chunks);
+  const dim3 grid = split ? dim3(blocks, static_cast<unsigned>(a.max_partitions)) : dim3(tile_blocks(w));
   launch(stream, kernel, grid, dim3(kAttentionThreads), shared, w);
 }
 
 template <int DTYPE>
-void launch_dtype(Stream stream, const Work& w, int rows, bool split) {
+void launch_dtype(Stream stream, const AttentionWork& w, int rows, bool split) {
   if (rows == 1) return launch_rows<DTYPE, 1>(stream, w, split);
   if (rows == 2) return launch_rows<DTYPE, 2>(stream, w, split);
   if (rows == 4) return launch_rows<DTYPE, 4>(stream, w, split);
@@ -275,20 +244,18 @@ size_t attention_scratch_floats(const Attention& a) {
 
 void attention(Stream stream, const Attention& a, const Step& step) {
   const bool split = splits(a);
-  const int rows = rows_of(a, !split);
-  Work w{};
-  w.a = a;
-  w.step = step;
-  w.ratio = a.heads / a.kv.kv_heads;
-  w.head_chunks = (w.ratio + rows - 1) / rows;
-  w.row_heads = (w.ratio + w.head_chunks - 1) / w.head_chunks;
-  w.row_tokens = split ? 1 : rows / w.row_heads;
-  if (a.kv.dtype == PE_KV_F32)
-    launch_dtype<PE_KV_F32>(stream, w, rows, split);
-  else if (a.kv.dtype == PE_KV_BF16)
-    launch_dtype<PE_KV_BF16>(stream, w, rows, split);
-  else
-    launch_dtype<PE_KV_INT8>(stream, w, rows, split);
+  if (!split && tiles_fit(a)) {
+    attention_tiles(stream, a, step);
+  } else {
+    const int rows = rows_of(a, !split);
+    const AttentionWork w = attention_work(a, step, rows, rows, split);
+    if (a.kv.dtype == PE_KV_F32)
+      launch_dtype<PE_KV_F32>(stream, w, rows, split);
+    else if (a.kv.dtype == PE_KV_BF16)
+      launch_dtype<PE_KV_BF16>(stream, w, rows, split);
+    else
+      launch_dtype<PE_KV_INT8>(stream, w, rows, split);
+  }
   if (split) {
     const int groups = (a.heads * a.kv.v_dim + kActGroup - 1) / kActGroup;
     launch(stream, merge_kernel, dim3(static_cast<unsigned>(a.tokens * groups)), dim3(kMergeSlices * kActGroup), 0, a,

@@ -12,6 +12,7 @@ default run leaves to it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import subprocess
@@ -67,6 +68,11 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+@functools.cache
+def _preprocessed(command: tuple[str, ...]) -> str:
+    return _run(list(command))
+
+
 def _kept(path: Path, make: Callable[[Path], object]) -> Path:
     """The file, made if it is not there; two that make it at once do not see each other's half."""
     if not path.exists():
@@ -90,13 +96,17 @@ def compile_kernels(folder: Path, sources: list[str], changed: dict[str, str] | 
     for name, text in changed.items():
         (shadow / name).parent.mkdir(parents=True, exist_ok=True)
         (shadow / name).write_text(text)
+    plain = compiler.copy()
     if changed:
         compiler.insert(1, f"-I{shadow / 'csrc'}")  # headers there are found first
     objects = []
     for name in files:
         path = (shadow if name in changed else ROOT) / name
         digest = common.copy()
-        digest.update(_run([*compiler, "-E", str(path)]).encode())  # so a changed header touches its users alone
+        text = _preprocessed((*plain, "-E", str(path)))  # so a header touches its users alone
+        if any(header in text for header in changed):
+            text = _run([*compiler, "-E", str(path)])
+        digest.update(text.encode())
         object_file = folder / f"{digest.hexdigest()[:32]}.o"
         objects.append(_kept(object_file, lambda to, path=path: _run([*compiler, "-c", str(path), "-o", str(to)])))
     digest = hashlib.sha256(repr([o.name for o in objects]).encode())

@@ -8,15 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import BF16, F32, INT8, ROUNDED, Array, DeviceCache, HeadsCase, HostQuant, Span, oracle, structure
+from attention_cases import (
+    BF16,
+    F32,
+    INT8,
+    ROUNDED,
+    SOURCES,
+    Array,
+    DeviceCache,
+    HeadsCase,
+    HostQuant,
+    Span,
+    in_pieces,
+    oracle,
+    structure,
+)
 from compare import assert_close, assert_same_bits
 from kernel_cases import EPS, normal, quantize_activations
 
 from pyengine import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("tests/cuda/attention_driver.cc", "csrc/cuda/attention.cu", "csrc/cuda/heads.cu", "csrc/cuda/kv_layout.cc",
-           "csrc/cuda/rows.cu", "csrc/runtime/kv_cache.cc", "csrc/core/memory.cc")  # fmt: skip
 by_dtype = pytest.mark.parametrize("dtype", [F32, BF16, INT8], ids=["f32", "bf16", "int8"])
 
 # one query at the end of each: around blocks of 32 and partitions of 256
@@ -32,13 +44,14 @@ class Sequences:
     """Keys and values of sequences, in a cache of the device; k and v as the cache has rounded them."""
 
     def __init__(
-        self, call: Any, lengths: Sequence[int], kv_heads: int, dim: int, dtype: int, v_dim: int = 0, seed: int = 1
+        self, call: Any, lengths: Sequence[int], kv_heads: int, dim: int, dtype: int, seed: int = 1, shift: float = 0
     ) -> None:
-        self.cache = DeviceCache(call, lengths, kv_heads, dim, v_dim or dim, dtype)
+        self.cache = DeviceCache(call, lengths, kv_heads, dim, dim, dtype)
         raw = [[normal(97 * seed + 2 * s + i, n, kv_heads, dim) for i in (0, 1)] for s, n in enumerate(lengths)]
         for k, v in raw:
             k[:, -1] *= 3  # a head and a token are rounded by a scale of their own
             v[::3] *= 5
+            v += shift
         spans = [(s, 0, n) for s, n in enumerate(lengths)]
         self.raw = raw
         self.cache.append(spans, *(np.concatenate([pair[i] for pair in raw]) for i in (0, 1)))
@@ -47,6 +60,7 @@ class Sequences:
     def check(self, spans: Sequence[Span], q: Array, what: str, **options: Any) -> Array:
         y = self.cache.attend(spans, q, **options)
         options.pop("partitions", None)
+        options["pieces"] = in_pieces(spans, self.cache.dtype)
         assert_close(y, *oracle(q, self.k, self.v, spans, **options), f"{what}, {options}")
         return y
 
@@ -167,7 +181,8 @@ def test_absorbed_latent_attention(call: Any, dtype: int, many: bool) -> None:
 @by_dtype
 @pytest.mark.parametrize(("tokens", "window"), [(1, None), (3, 257), (12, None), (9, 30)])
 def test_against_the_scalar_cpu_kernels(call: Any, dtype: int, tokens: int, window: int | None) -> None:
-    """Scores of float caches have the CPU's bits; sums of weights run in another order, with one rounding a key each.
+    """Up to 8 tokens scores of float caches have the CPU's bits; sums of weights run in another order, with one
+    rounding a key each. More tokens: see `oracle`.
 
     An int8 cache: the CPU rounds q to max |q| / 32512, and a partition's weights times the scales of V to their maximum
     / 32512 (tests/unit/test_kernels_attention.py).
@@ -176,9 +191,13 @@ def test_against_the_scalar_cpu_kernels(call: Any, dtype: int, tokens: int, wind
     q = normal(11, tokens, 6, 40)
     (k, v), name = have.raw[0], ("float32", "bfloat16", "int8")[dtype]
     expected = kernels.attention(q, k, v, window=window, kv_dtype=name, threads=1, isa="scalar")
-    y = have.check([(0, 300 - tokens, 300)], q, "the CPU's case", window=window)
+    spans = [(0, 300 - tokens, 300)]
+    y = have.check(spans, q, "the CPU's case", window=window)
     top = float(np.abs(v).max())
     bound = 2 * (300 + 16) * EPS * top
+    if in_pieces(spans, dtype):
+        norms = float(np.linalg.norm(q, axis=2).max() * np.linalg.norm(have.k[0], axis=2).max())
+        bound += (2 * norms * 40**-0.5 + 1) * 2.0**-16 * top
     if dtype == INT8:
         delta = np.abs(q).max() / 65024 * np.abs(have.k[0]).sum(axis=2).max() * 40**-0.5
         bound += (4 * delta + 300 * 127 / 65024 / 127 * 2) * top
@@ -232,18 +251,28 @@ MISTAKES = {
     "no wait for the copies": ("attention.cuh", "copy_async_wait<kStages - 1>();", ""),
     "q of a neighbour": ("attention.cu", "b.first_head + r % w.row_heads} * a.head_dim", "b.first_head} * a.head_dim"),
     "last slice left out": ("attention.cuh", "j < slices; ++j", "j < slices - 1; ++j"),
+    "pieces of q left out": ("attention_tiles.cu", "load_matrices(lo, t.q_lo +", "load_matrices(lo, t.k + 0 *"),
+    "pieces of weights left out": ("attention_tiles.cu", "upper(rest(x0), rest(x1))", "0"),
+    "what an earlier owner left": ("attention_tiles.cu", "if (row >= rows) {", "if (row >= rows + kKvBlock) {"),
+    "V not waited for": (
+        "attention_tiles.cu",
+        "copy_async_wait<1>();\n    __syncthreads();  // V",
+        "__syncthreads();  // V",
+    ),
+    "maximum of half a row": ("attention_tiles.cu", "__shfl_xor_sync(kAllLanes, top, 2)", "top"),
+    "sums not brought along": ("attention_tiles.cu", "__fmul_rn(rows.sum[half], factor)", "rows.sum[half]"),
     "last partition left out": ("attention.cu", "position / kPartition + 1 : 0", "position / kPartition : 0"),
 }
 
 
 def few_checks(call: Any) -> None:
     lengths = [260, 40, 300]
-    for many in (False, True):
-        have = Sequences(call, lengths, 2, 24, F32, seed=8)
+    for many, dtype in ((False, F32), (True, F32), (True, BF16)):
+        have = Sequences(call, lengths, 2, 24, dtype, seed=8, shift=4)
         spans = last_tokens(lengths, 5 if many else 1)
         q = normal(13, sum(end - begin for _, begin, end in spans), 4, 24)
-        for window in (37, None):
-            have.check(spans, q, "a few checks", window=window)
+        for window, scale in ((37, None), (None, None), (None, 0.01)):
+            have.check(spans, q, "a few checks", window=window, scale=scale)
 
 
 def test_no_mistake_is_none(call: Any) -> None:

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import BF16, F32, INT8, Array, DeviceCache, HeadsCase, structure
+from attention_cases import BF16, F32, INT8, SOURCES, Array, DeviceCache, HeadsCase, structure
 from compare import assert_close, assert_same_bits
 from kernel_cases import EPS, bfloat16_bits, normal, up
 
 from pyengine import reference
 
-SOURCES = ("tests/cuda/attention_driver.cc", "csrc/cuda/attention.cu", "csrc/cuda/heads.cu", "csrc/cuda/kv_layout.cc",
-           "csrc/cuda/rows.cu", "csrc/runtime/kv_cache.cc", "csrc/core/memory.cc")  # fmt: skip
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16, INT8], ids=["f32", "bf16", "int8"])
 NORM_EPS = 1e-5
 

@@ -85,6 +85,35 @@ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   emulated::mma("mma_bf16", d, a, b, emulated::mma_bf16s, site);
 }
 
+namespace emulated {
+inline uint32_t pair_at(uint64_t low, uint64_t high, int at) {
+  uint16_t pair[2];
+  memcpy(pair, reinterpret_cast<const uint8_t*>(low) + at, 2);
+  memcpy(pair + 1, reinterpret_cast<const uint8_t*>(high) + at, 2);
+  return pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+}
+inline uint64_t matrix_row(const void* row, int lane, cuda_emulation::Site site) {
+  const auto address = reinterpret_cast<uint64_t>(row);
+  if (address % 16) cuda_emulation::thread_error(site, "load_matrices: %p is not aligned to 16 bytes", row);
+  return __shfl_sync(0xffffffffu, address, lane, 32, site);
+}
+}  // namespace emulated
+
+inline void load_matrices(uint32_t (&d)[4], const void* row, PE_SITE) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  for (int m = 0; m < 4; ++m) {
+    const uint64_t from = emulated::matrix_row(row, 8 * m + g, site);
+    d[m] = emulated::pair_at(from, from + 2, 4 * t);
+  }
+}
+inline void load_matrices_transposed(uint32_t (&d)[4], const void* row, PE_SITE) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  for (int m = 0; m < 4; ++m) {
+    const uint64_t low = emulated::matrix_row(row, 8 * m + 2 * t, site);
+    d[m] = emulated::pair_at(low, emulated::matrix_row(row, 8 * m + 2 * t + 1, site), 2 * g);
+  }
+}
+
 // The bytes arrive when the thread waits for their group, never before: until then `shared` holds garbage.
 inline void copy_async16(void* shared, const void* global, PE_SITE) {
   cuda_emulation::copy_async(shared, global, 16, site);
