@@ -17,6 +17,10 @@ from pyengine.quantize import PackedFormat, choose
 from pyengine.reference_moe import route as exact_route
 from pyengine.spec import RouterSpec
 
+SOURCES = (
+    "tests/cuda/moe_driver.cc", "csrc/cuda/route.cu", "csrc/cuda/moe.cu", "csrc/cuda/linear.cu", "csrc/cuda/ffn.cu",
+    "csrc/cuda/rows.cu", "csrc/cuda/repack.cc", "csrc/core/formats.cc", "csrc/core/memory.cc",
+)  # fmt: skip
 ROUTERS = [
     RouterSpec(1, 1),
     RouterSpec(7, 7, normalise=True),
@@ -47,13 +51,7 @@ class Routed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cuda(build: Callable[..., Any]) -> Any:
-    return build("tests/cuda/moe_driver.cc", "csrc/cuda/route.cu", "csrc/cuda/moe.cu", *MATRICES)
-
-
-MATRICES = (
-    "csrc/cuda/linear.cu", "csrc/cuda/ffn.cu", "csrc/cuda/rows.cu", "csrc/cuda/repack.cc", "csrc/core/formats.cc",
-    "csrc/core/memory.cc",
-)  # fmt: skip
+    return build(*SOURCES)
 
 
 def exact(seed: int, *shape: int) -> np.ndarray:

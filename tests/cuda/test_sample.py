@@ -14,6 +14,7 @@ from pyengine._core import Format, OpKind
 from pyengine.kernel_program import Bench
 from pyengine.quantize import PackedFormat
 
+SOURCES = ("tests/cuda/sample_driver.cc", "csrc/cuda/sample.cu")
 VOCABS = (1, 2, 63, 64, 65, 97, 1000, 1023, 1024, 1025, 2500)
 
 
@@ -26,7 +27,7 @@ class Sampled(NamedTuple):
 
 @pytest.fixture(scope="module")
 def kernels(build: Callable[..., Any]) -> Any:
-    return build("tests/cuda/sample_driver.cc", "csrc/cuda/sample.cu")
+    return build(*SOURCES)
 
 
 def on_cuda(kernels: Any, logits: np.ndarray, params: Sequence[dict[str, Any]], targets: Sequence[int]) -> Sampled:
