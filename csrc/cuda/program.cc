@@ -201,6 +201,7 @@ void CudaProgram::run(const pe_batch& batch) {
     make_room(shape);
     fill(shape, 0);
     send(shape);
+    send_hidden();
     const std::vector<double>* shares = execute(shape);
     fetch(shape, 0);
     more_logits(shape);

@@ -89,6 +89,7 @@ class CudaProgram final : public Program {
   void make_room(const Shape& shape);
   void fill(const Shape& shape, int32_t first_row);
   void send(const Shape& shape);
+  void send_hidden();
   Step step_of(const Shape& shape) const;
   KvView kv_view_of(const Op& op, const Shape& shape) const;
 

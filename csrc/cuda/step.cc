@@ -117,6 +117,16 @@ void CudaProgram::send(const Shape& shape) {
              "copying a step");
 }
 
+void CudaProgram::send_hidden() {
+  int64_t width = 0;
+  for (const Op& op : ops_)
+    if (op.d.kind == PE_OP_LOAD_HIDDEN) width = std::max(width, op.output->width);
+  if (!width) return;
+  const size_t bytes = static_cast<size_t>(batch_->tokens * width) * sizeof(float);
+  check_cuda(cudaMemcpyAsync(hidden_, batch_->hidden, bytes, cudaMemcpyHostToDevice, cuda_.stream()),
+             "copying the hidden state");
+}
+
 Step CudaProgram::step_of(const Shape& shape) const {
   const StepLayout layout(shape, groups_.size(), table_width_);
   uint8_t* base = step_.data();
