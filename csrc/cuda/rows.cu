@@ -29,14 +29,6 @@ __device__ __forceinline__ int64_t column_index() {
 
 // ---- norms ----------------------------------------------------------------------------------------------------------
 
-// f(x) summed over a row.
-template <class F>
-__device__ float sum_of_row(const float* x, int64_t width, F&& f) {
-  float sum = 0.0f;
-  for (int64_t c = threadIdx.x; c < width; c += blockDim.x) sum = f(x[c], sum);
-  return block_sum(sum);
-}
-
 struct NormRows {
   Rows in, out;
   Norm norm;
@@ -46,39 +38,64 @@ struct NormRows {
 
 enum class To { kFloat, kQuantized, kResidual };
 
-template <To TO>
+// Warp w has the groups of 64 columns w, w + warps ..., a lane two columns of each. KEPT groups a warp are in
+// registers, the weights from before the wait on; KEPT 0: rows that are too wide for that are read again and again.
+template <To TO, int KEPT>
 __global__ void __launch_bounds__(kWarp* kMaxRowWarps) norm_kernel(NormRows a) {
+  const int64_t row = row_index(), width = a.in.width, warps = blockDim.x / kWarp;
+  const int n = KEPT ? 2 * KEPT : static_cast<int>(2 * ((groups_of(width) + warps - 1) / warps));
+  const auto column = [&](int i) { return (warp_id() + warps * (i / 2)) * kActGroup + lane_id() + i % 2 * kWarp; };
+  const auto of = [&](const float* values, int i) { return column(i) < width ? values[column(i)] : 0.0f; };
+  float kept[KEPT ? 2 * KEPT : 1], kept_weight[KEPT ? 2 * KEPT : 1];
+#pragma unroll
+  for (int i = 0; KEPT && i < n; ++i) kept_weight[i] = of(a.norm.weight, i);
   wait_for_previous();
   let_next_start();
-  const int64_t row = row_index(), width = a.in.width;
   const float* x = a.in.f + (a.rows ? a.rows[row] : row) * a.in.stride;
-  const float *weight = a.norm.weight, *bias = a.norm.bias;
-  const bool centred = a.norm.kind == PE_LAYER_NORM;
-  float mean = 0.0f;
-  if (centred) mean = sum_of_row(x, width, [](float v, float sum) { return sum + v; }) / static_cast<float>(width);
-  const float squares = sum_of_row(x, width, [mean](float v, float sum) { return fmaf(v - mean, v - mean, sum); });
-  const float inverse = 1.0f / sqrtf(squares / static_cast<float>(width) + a.norm.eps);
-  const auto value = [&](int64_t c) {
-    const float v = (x[c] - mean) * inverse;
-    return bias ? fmaf(v, weight[c], bias[c]) : v * weight[c];
+#pragma unroll
+  for (int i = 0; KEPT && i < n; ++i) kept[i] = of(x, i);
+  const auto at = [&](int i) { return KEPT ? kept[i] : of(x, i); };
+
+  float mean = 0.0f, sum = 0.0f;
+  if (a.norm.kind == PE_LAYER_NORM) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) sum += at(i);
+    mean = block_sum(sum) / static_cast<float>(width);
+    sum = 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < n; ++i)
+    if (column(i) < width) sum = fmaf(at(i) - mean, at(i) - mean, sum);
+  const float inverse = 1.0f / sqrtf(block_sum(sum) / static_cast<float>(width) + a.norm.eps);
+  const auto value = [&](int i) {
+    const float v = (at(i) - mean) * inverse, w = KEPT ? kept_weight[i] : of(a.norm.weight, i);
+    return a.norm.bias ? fmaf(v, w, of(a.norm.bias, i)) : v * w;
   };
-  if constexpr (TO == To::kQuantized) {
-    const int64_t groups = groups_of(width), warps = blockDim.x / kWarp;
-    for (int64_t g = warp_id(); g < groups; g += warps) quantize_group_of(value, width, a.out.quant, row, g);
-  } else {
-    float* y = a.out.f + row * a.out.stride;
-    for (int64_t c = threadIdx.x; c < width; c += blockDim.x) {
-      if constexpr (TO == To::kResidual)
-        y[c] = fmaf(value(c), a.scale, y[c]);
-      else
-        y[c] = value(c);
+  float* y = a.out.f + row * a.out.stride;
+#pragma unroll
+  for (int i = 0; i < n; i += 2) {
+    if (column(i) - lane_id() >= width) break;  // the warp's groups are done
+    const float values[2] = {column(i) < width ? value(i) : 0.0f, column(i + 1) < width ? value(i + 1) : 0.0f};
+    if constexpr (TO == To::kQuantized) {
+      quantize_group(values[0], values[1], a.out.quant, row, column(i) / kActGroup);
+    } else {
+      for (int half = 0; half < 2; ++half) {
+        const int64_t c = column(i + half);
+        if (c < width) y[c] = TO == To::kResidual ? fmaf(values[half], a.scale, y[c]) : values[half];
+      }
     }
   }
 }
 
 template <To TO>
 void launch_norm(Stream stream, const NormRows& a, int count) {
-  if (count > 0) launch(stream, norm_kernel<TO>, dim3(static_cast<unsigned>(count)), row_block(a.in.width), 0, a);
+  if (count <= 0) return;
+  const dim3 grid(static_cast<unsigned>(count)), block = row_block(a.in.width);
+  const int64_t each = (groups_of(a.in.width) + kMaxRowWarps - 1) / kMaxRowWarps;  // groups of a warp
+  if (each <= 1) return launch(stream, norm_kernel<TO, 1>, grid, block, 0, a);
+  if (each <= 4) return launch(stream, norm_kernel<TO, 4>, grid, block, 0, a);
+  if (each <= 8) return launch(stream, norm_kernel<TO, 8>, grid, block, 0, a);
+  launch(stream, norm_kernel<TO, 0>, grid, block, 0, a);
 }
 
 // ---- embeddings -----------------------------------------------------------------------------------------------------

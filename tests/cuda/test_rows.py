@@ -22,7 +22,7 @@ SOURCES = (
     "tests/cuda/rows_driver.cc", "csrc/cuda/rows.cu", "csrc/cuda/repack.cc", "csrc/core/formats.cc",
     "csrc/core/memory.cc",
 )  # fmt: skip
-WIDTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 172, 576, 1000, 1441)
+WIDTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 172, 576, 1000, 1441, 4200, 9001)
 RMS, LAYER = 0, 1
 TO_FLOAT, TO_INT8, TO_RESIDUAL = 0, 1, 2
 
