@@ -71,14 +71,18 @@ __global__ void __launch_bounds__(kAttentionThreads, 2) split_kernel(AttentionWo
   const int task = static_cast<int>(blockIdx.x) / w.head_chunks, partition = static_cast<int>(blockIdx.y);
   BlockRows b = heads_of(w, task % a.kv.kv_heads, static_cast<int>(blockIdx.x) % w.head_chunks);
   b.first_token = task / a.kv.kv_heads;
+  // No kernel writes a Step or a table, so they are there before the kernel in front has ended. It may still write the
+  // cache, but what is on its way to the L2 meets what is written there.
+  const int32_t position = w.step.positions[b.first_token];
+  const int first_key = a.window > 0 ? ::max(0, position + 1 - a.window) : 0;
+  const int32_t* table = a.kv.table + int64_t{w.step.sequences[b.first_token]} * w.step.table_width;
+  const bool empty = partition > position / kPartition || (partition + 1) * kPartition <= first_key;
+  if (!empty) ask_for(block_of(a.kv, table, b.kv_head, partition, first_key, position + 1), 0, a.kv.head_bytes);
   wait_for_previous();
   let_next_start();
-  const int32_t position = w.step.positions[b.first_token];
-  if (partition > position / kPartition) return;
-  if (a.window > 0 && (partition + 1) * kPartition <= position + 1 - a.window) return;
+  if (empty) return;
   const AttentionShared<R> s = shared_of<R>(w, &ranges, blocks, max, sum);
   load_rows<R>(w, b, s);
-  const int32_t* table = a.kv.table + int64_t{w.step.sequences[b.first_token]} * w.step.table_width;
   const int64_t first = partial_of(a, b.first_token, b.first_head, partition);
   attend_partition<DTYPE, R>(
       a, s, table, b.kv_head, partition,

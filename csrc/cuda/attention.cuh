@@ -231,17 +231,18 @@ __device__ __forceinline__ void value_partition(const Attention& a, const Attent
   }
 }
 
-// The warp's block of the partition, and its V on the way to the L2 while K is computed with.
-template <int DTYPE, int R>
-__device__ __forceinline__ void find_block(const Attention& a, const AttentionShared<R>& s, const int32_t* table,
-                                           int kv_head, int partition) {
+// Where the warp's block of the partition begins; nullptr: none of its keys is in [first_key, end_key).
+__device__ __forceinline__ const uint8_t* block_of(const KvView& kv, const int32_t* table, int kv_head, int partition,
+                                                   int first_key, int end_key) {
   const int first = partition * kPartition + warp_id() * kKvBlock;
-  if (first >= s.rows->last || first + kKvBlock <= s.rows->first) return;
-  const uint8_t* head =
-      a.kv.base + int64_t{table[first / kKvBlock]} * a.kv.block_bytes + int64_t{kv_head} * a.kv.head_bytes;
-  if (lane_id() == 0) s.blocks[warp_id()] = head;
-  const int bytes = kKvBlock * a.kv.v_stride * (16 / Piece<DTYPE>::kValues);
-  for (int at = lane_id() * 128; at < bytes; at += kWarp * 128) prefetch_l2(head + a.kv.v_offset + at);
+  if (first >= end_key || first + kKvBlock <= first_key) return nullptr;
+  return kv.base + int64_t{table[first / kKvBlock]} * kv.block_bytes + int64_t{kv_head} * kv.head_bytes;
+}
+
+// By a warp, [begin, end) of a block on its way to the L2.
+__device__ __forceinline__ void ask_for(const uint8_t* block, int64_t begin, int64_t end) {
+  if (!block) return;
+  for (int64_t at = begin + lane_id() * 128; at < end; at += kWarp * 128) prefetch_l2(block + at);
 }
 
 // One partition. finish(row), by one thread, once s.max and s.sum of the row are known; then acc through `out`. All
@@ -250,7 +251,9 @@ template <int DTYPE, int R, class Finish, class Out>
 __device__ __forceinline__ void attend_partition(const Attention& a, const AttentionShared<R>& s, const int32_t* table,
                                                  int kv_head, int partition, Finish&& finish, Out&& out) {
   __syncthreads();
-  find_block<DTYPE, R>(a, s, table, kv_head, partition);
+  const uint8_t* block = block_of(a.kv, table, kv_head, partition, s.rows->first, s.rows->last);
+  if (lane_id() == 0) s.blocks[warp_id()] = block;
+  ask_for(block, a.kv.v_offset, a.kv.head_bytes);  // V, while K is computed with
   __syncthreads();
   score_partition<DTYPE, R>(a, s, partition);
   __syncthreads();

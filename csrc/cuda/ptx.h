@@ -36,8 +36,8 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of 16 bits from shared memory (ldmatrix.x4): lane 8m + i gives the address of row i of matrix m, 16
-// bytes, aligned; d[m]: row g, columns 2t, 2t + 1. _transposed: rows 2t, 2t + 1 of column g.
+// Four 8 x 8 matrices of 16 bits from shared memory (ldmatrix.x4): lane 8m + i gives the address of row i of matrix m,
+// 16 bytes, aligned; d[m]: row g, columns 2t, 2t + 1. _transposed: rows 2t, 2t + 1 of column g.
 __device__ __forceinline__ void load_matrices(uint32_t (&d)[4], const void* row) {
   const auto from = static_cast<uint32_t>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

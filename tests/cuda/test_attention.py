@@ -238,19 +238,16 @@ MISTAKES = {
         "position - a.window) : 0;\n      if",
     ),
     "own key unseen": ("attention.cu", "rows.end[r] = position + 1;", "rows.end[r] = position;"),
-    "another head's keys": (
-        "attention.cuh",
-        "int64_t{kv_head} * a.kv.head_bytes",
-        "int64_t{0 * kv_head} * a.kv.head_bytes",
-    ),
+    "another head's keys": ("attention.cuh", "int64_t{kv_head} * kv.head", "int64_t{0 * kv_head} * kv.head"),
     "blocks in order": (
         "attention.cuh",
         "int64_t{table[first / kKvBlock]}",
-        "int64_t{first / kKvBlock + 0 * table[0] + 1}",
+        "int64_t{first / kKvBlock + 0 * *table + 1}",
     ),
     "no wait for the copies": ("attention.cuh", "copy_async_wait<kStages - 1>();", ""),
     "q of a neighbour": ("attention.cu", "b.first_head + r % w.row_heads} * a.head_dim", "b.first_head} * a.head_dim"),
     "last slice left out": ("attention.cuh", "j < slices; ++j", "j < slices - 1; ++j"),
+    "last partition left out": ("attention.cu", "position / kPartition + 1 : 0", "position / kPartition : 0"),
     "pieces of q left out": ("attention_tiles.cu", "load_matrices(lo, t.q_lo +", "load_matrices(lo, t.k + 0 *"),
     "pieces of weights left out": ("attention_tiles.cu", "upper(rest(x0), rest(x1))", "0"),
     "what an earlier owner left": ("attention_tiles.cu", "if (row >= rows) {", "if (row >= rows + kKvBlock) {"),
@@ -261,7 +258,6 @@ MISTAKES = {
     ),
     "maximum of half a row": ("attention_tiles.cu", "__shfl_xor_sync(kAllLanes, top, 2)", "top"),
     "sums not brought along": ("attention_tiles.cu", "__fmul_rn(rows.sum[half], factor)", "rows.sum[half]"),
-    "last partition left out": ("attention.cu", "position / kPartition + 1 : 0", "position / kPartition : 0"),
 }
 
 
