@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyengine import system
 from pyengine.errors import RequestError, ResourceError
 
 if TYPE_CHECKING:
@@ -90,6 +91,13 @@ def devices() -> list[Device]:
     if count < 1:
         raise ResourceError(_text(ffi, library.pe_last_error()) or f"{path}: no CUDA device")
     return [_device(ffi, library, index) for index in range(count)]
+
+
+def available_memory(device: str) -> int | None:
+    """Bytes that a model's caches can still take where it runs; None where the system does not say."""
+    if device == "cpu":
+        return system.available_memory()
+    return devices()[int(device.partition(":")[2])].free_bytes
 
 
 def open_backend(device: str, threads: int | None, isa: str | None) -> Backend:

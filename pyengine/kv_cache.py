@@ -12,7 +12,7 @@ import collections.abc
 import numpy as np
 import numpy.typing as npt
 
-from pyengine import system
+from pyengine import cuda
 from pyengine._core import KV_BLOCK, Backend, KvDtype
 from pyengine.errors import RequestError, ResourceError
 from pyengine.prefix_cache import PrefixCache, first_seen, surely
@@ -70,7 +70,7 @@ class KvPool:
     def check_memory(self, tokens: int) -> None:
         """ResourceError where the blocks of `tokens` more tokens do not fit beside what the pools have free. What is
         kept of earlier sequences goes before that."""
-        wanted, available = int(tokens * self.bytes_per_token), system.available_memory()
+        wanted, available = int(tokens * self.bytes_per_token), cuda.available_memory(self.backend.device)
         if available is None:
             return
         while wanted > available + self.free_bytes:

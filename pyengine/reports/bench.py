@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pyengine import cuda
 from pyengine._core import KV_BLOCK
 from pyengine.errors import RequestError, ResourceError
 from pyengine.kv_cache import Sequence
 from pyengine.reports.machine import Gauge, Timed, fraction, take_turns
 from pyengine.steps import MAX_BATCH_TOKENS
-from pyengine.system import available_memory
 
 if TYPE_CHECKING:
     from pyengine.engine import Engine
@@ -171,7 +171,7 @@ class ModelRunner:
             if tokens > limit:
                 raise RequestError(f"{test.name}: {tokens} tokens; expected at most {limit}, the model's context")
             wanted += tokens * self.engine.pool.bytes_per_token
-        available = available_memory()
+        available = cuda.available_memory(self.engine.device)
         if available is not None and wanted > available:
             raise ResourceError(
                 f"the tests' KV caches take {int(wanted)} bytes, {available} are available; expected fewer or shorter"

@@ -317,7 +317,7 @@ def test_tests_that_do_not_fit(folders: dict[str, Path], monkeypatch: pytest.Mon
         runner.check(bench.plan([256], [6], [250]))
         with pytest.raises(RequestError, match="tg7@250: 257 tokens; expected at most 256"):
             runner.check(bench.plan([256], [7], [250]))
-        monkeypatch.setattr(bench, "available_memory", lambda: 1000)
+        monkeypatch.setattr(bench.cuda.system, "available_memory", lambda: 1000)
         with pytest.raises(ResourceError, match="1000 are available"):
             runner.check(bench.plan([256], [0], [0]))
 
