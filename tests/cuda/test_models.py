@@ -1,10 +1,13 @@
 """Whole models on the device, small ones of every family, against the same engine on the CPU.
 
 f32: both add up float32 products, in another order: transformers' float32 logits, which the CPU's agree with to 1e-4
-(docs/architecture.md), are as far. int8 and int4 round activations, and where the two devices' floats differ in a last
-bit a value may be rounded the other way, one step, where rounding itself moves every value by up to half of one. So
-what the devices differ by is below what the rounding of activations does; with the weights' rounding that is the
-difference between the CPU's quantized and float32 logits, of which a half is allowed.
+(docs/architecture.md), are as far.
+
+int8 and int4: up to 8 tokens the sums are exact but for float32's last bits, which now and then round an activation the
+other way: one step, where rounding itself moves every value by up to half of one. Half of what the CPU's quantized and
+float32 logits differ by is allowed. More tokens are multiplied as bfloat16, which moves an activation by a tenth of a
+step and so rounds many the other way: at worst as two independent roundings of the same values, whose difference is
+sqrt(2) times one of them. Under bf16 rounding the activations there is as much as rounding the weights was: twice.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import write_tiny_model
 from golden.golden_cases import CONFIGS, build
+from tiny_reports import CONFIG, TEXT
+from tiny_tokenizers import byte_level
+from tiny_tokenizers import write as write_tokenizer
 
 import pyengine
 from pyengine.cli.main import main
 from pyengine.hooks import Hooks
+from pyengine.reports import machine
 
 FAMILIES = (
     *("llama", "llama_biases", "mistral_window", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3_v5", "glm4", "gpt2_gelu"),
@@ -87,7 +95,8 @@ def test_rounded_logits(load: Any, name: str, quant: str) -> None:
     for chunk in (1, 7, None):
         got = device.logits(IDS, chunk=chunk)
         assert np.isfinite(got).all()
-        assert root_mean_square(got - expected) < 0.5 * rounding, chunk
+        limit = 0.5 if chunk is not None else 2 if quant == "bf16" else np.sqrt(2)
+        assert root_mean_square(got - expected) < limit * rounding, chunk
 
 
 @pytest.mark.parametrize(("name", "quant"), [("llama", "f32"), ("qwen2", "int4"), ("qwen3_moe", "int8")])
@@ -153,33 +162,36 @@ def test_experts_are_counted(load: Any) -> None:
         np.testing.assert_array_equal(counts[1][layer], expected)
 
 
-def test_profile_and_compare(load: Any, folder_of: Any) -> None:
+def test_profile(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"READ_BYTES": 1 << 16, "READ_PASSES": 1, "FIRST_OPS": 1000, "COMPUTE_PASSES": 1}.items():
+        monkeypatch.setattr(machine, name, value)  # the emulated device would take minutes
     profiled = load("llama", "cuda", quant="int8").profile(context=12, steps=4).to_json()
     assert profiled["machine"]["device"] == "cuda:0"
     assert profiled["machine"]["read_gb_per_s"] > 0
     assert profiled["decode"]["stage_sum_ms"] > 0
-    result = pyengine.compare(
-        folder_of("llama"), "int8", tokens=16, window=16, layers=True, device="cuda", calibration=False, threads=1
-    )
-    assert 0 < result.to_json()["mean_kld"] < 0.1
-    assert len(result.to_json()["layers"]) > 0
 
 
-def test_the_command_line(library: Any, folder_of: Any, capsys: Any) -> None:
-    arguments = [
-        "generate",
-        str(folder_of("qwen2")),
-        "--raw",
-        "-p",
-        "5 7",
-        "-n",
-        "3",
-        "--device",
-        "cuda:0",
-        "--no-cache",
+@pytest.fixture
+def speaking(library: Any, tmp_path: Path) -> Path:
+    """A model with a tokenizer of bytes."""
+    return write_tokenizer(write_tiny_model(tmp_path / "model", CONFIG, seed=3), byte_level())
+
+
+def test_compare(speaking: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    sizes: dict[str, Any] = {"tokens": 32, "window": 16, "calibration": False, "cache": False, "threads": 1}
+    results = [
+        pyengine.compare(speaking, quant="int4", text=tmp_path / "text.txt", device=device, **sizes).to_json()
+        for device in ("cpu", "cuda")
     ]
-    assert main([*arguments, "--no-calibration", "-t", "1", "--ignore-eos"]) in (0, 5)  # 5: without a tokenizer
-    capsys.readouterr()
+    assert results[1]["mean_kld"] == pytest.approx(results[0]["mean_kld"], rel=0.2)
+    assert len(results[1]["layers"]) == len(results[0]["layers"]) > 0
+
+
+def test_the_command_line(speaking: Path, capsys: Any) -> None:
+    arguments = ["generate", str(speaking), "--raw", "-p", "The quick", "-n", "3", "--device", "cuda:0", "--no-cache"]
+    assert main([*arguments, "--no-calibration", "-t", "1", "--ignore-eos"]) == 0
+    assert ", cuda:0, raw" in capsys.readouterr().err
     assert main(["info"]) == 0
     assert "cuda:0: " in capsys.readouterr().out
 
