@@ -190,6 +190,16 @@ __global__ void add_one_kernel(float* y) {
   y[blockIdx.x * blockDim.x + threadIdx.x] += 1;
 }
 
+// y = x + 1, x read in front of wait_for_previous() where `early`.
+__global__ void plus_one_kernel(const float* x, float* y, int early) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  float value = early ? x[i] : 0.0f;
+  wait_for_previous();
+  let_next_start();
+  if (!early) value = x[i];
+  y[i] = value + 1;
+}
+
 // The last block to come adds up what the others left.
 __global__ void last_block_kernel(float* parts, unsigned* count, float* out) {
   __shared__ int last;
@@ -301,6 +311,48 @@ int run_launch(int64_t what) {
         break;
       default: break;
     }
+  });
+}
+
+// out = 0 + 1 + 1 + ... by `times` pairs of kernels that overlap.
+int run_overlap(int64_t early, int64_t times, float* out) {
+  return driven([&](Stream stream) {
+    Array<float> x(64), y(64);
+    for (int64_t i = 0; i < times; ++i) {
+      launch(stream, plus_one_kernel, dim3(2), dim3(32), 0, x.data(), y.data(), 0);
+      launch(stream, plus_one_kernel, dim3(2), dim3(32), 0, y.data(), x.data(), static_cast<int>(early));
+    }
+    must(cudaStreamSynchronize(stream));
+    x.read(out);
+  });
+}
+
+enum Streams { RIGHT, READ_EARLY, OVERWRITE_EARLY, NO_EVENT };
+// From pinned memory into x on one stream, x + 1 and into pinned memory on another.
+int run_streams(int64_t mistake, float* out) {
+  return driven([&](Stream first) {
+    Array<float> x(64), y(64);
+    float *from = nullptr, *to = nullptr;
+    cudaStream_t second;
+    cudaEvent_t ready;
+    must(cudaMallocHost(&from, 256));
+    must(cudaMallocHost(&to, 256));
+    must(cudaStreamCreateWithFlags(&second, cudaStreamNonBlocking));
+    must(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming));
+    for (int i = 0; i < 64; ++i) from[i] = static_cast<float>(i + 1);
+    must(cudaMemcpyAsync(x.data(), from, 256, cudaMemcpyHostToDevice, first));
+    if (mistake == OVERWRITE_EARLY) from[5] = -1;
+    must(cudaEventRecord(ready, first));
+    if (mistake != NO_EVENT) must(cudaStreamWaitEvent(second, ready));
+    launch(second, plus_one_kernel, dim3(2), dim3(32), 0, x.data(), y.data(), 0);
+    must(cudaMemcpyAsync(to, y.data(), 256, cudaMemcpyDeviceToHost, second));
+    if (mistake == READ_EARLY) std::memcpy(out, to, 256);
+    must(cudaStreamSynchronize(second));
+    if (mistake != READ_EARLY) std::memcpy(out, to, 256);
+    must(cudaStreamDestroy(second));
+    must(cudaEventDestroy(ready));
+    must(cudaFreeHost(from));
+    must(cudaFreeHost(to));
   });
 }
 

@@ -278,6 +278,46 @@ def test_what_cannot_be_captured_is_refused(device: Any, spoil: int) -> None:
     device("run_graph", 0, 1, np.empty(64, np.float32))
 
 
+# ---- what overlaps --------------------------------------------------------------------------------------------------
+
+
+def test_kernels_that_overlap(device: Any) -> None:
+    out = np.empty(64, np.float32)
+    device("run_overlap", 0, 5, out)
+    assert (out == 10).all()
+
+
+@emulated
+def test_what_is_read_before_the_grid_in_front_has_ended_shows(device: Any) -> None:
+    """In one block of the two: the one that ran ahead."""
+    out = np.empty(64, np.float32)
+    device("run_overlap", 1, 5, out)
+    wrong = (out != 10).reshape(2, 32)
+    assert wrong.any(axis=1).any()
+    assert (wrong.all(axis=1) | ~wrong.any(axis=1)).all()
+
+
+RIGHT, READ_EARLY, OVERWRITE_EARLY, NO_EVENT = range(4)
+
+
+def test_streams_with_an_event_between_them(device: Any) -> None:
+    out = np.empty(64, np.float32)
+    device("run_streams", RIGHT, out)
+    assert (out == np.arange(2, 66)).all()
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("mistake", "wrong"), [(READ_EARLY, slice(None)), (OVERWRITE_EARLY, 5), (NO_EVENT, slice(None))]
+)
+def test_what_does_not_wait_for_a_stream_shows(device: Any, mistake: int, wrong: Any) -> None:
+    out = np.empty(64, np.float32)
+    device("run_streams", mistake, out)
+    expected = np.arange(2, 66) == out
+    assert not np.any(expected[wrong])
+    assert mistake != OVERWRITE_EARLY or expected.sum() == 63
+
+
 # ---- the seed -------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ enum cudaError_t {
   cudaErrorNoDevice = 100,
   cudaErrorStreamCaptureUnsupported = 900,
   cudaErrorStreamCaptureInvalidated = 901,
+  cudaErrorStreamCaptureIsolation = 905,
   cudaErrorGraphExecUpdateFailure = 910,
 };
 enum cudaMemcpyKind {

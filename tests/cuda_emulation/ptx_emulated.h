@@ -134,7 +134,7 @@ inline uint4 load_once(const void* global, PE_SITE) {
 }
 inline void prefetch_l2(const void*) {}  // of an address outside of memory it does nothing on the device, too
 
-inline void wait_for_previous() { cuda_emulation::previous_grid_wait(); }
-inline void let_next_start() {}
+inline void wait_for_previous(PE_SITE) { cuda_emulation::previous_grid_wait(site); }
+inline void let_next_start() { cuda_emulation::next_grid_may_start(); }
 
 }  // namespace pe::cuda

@@ -6,8 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "scheduler.h"
-
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -87,11 +85,10 @@ namespace {
 constexpr size_t kGuard = 64 << 10;  // a page of any kernel
 char* stacks() {
   static char* const base = [] {
-    const size_t bytes = (kGuard + kStackBytes) * kMaxThreads;
+    const size_t bytes = (kGuard + kStackBytes) * kStacks;
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) abort();
-    for (int i = 0; i < kMaxThreads; ++i)
-      mprotect(static_cast<char*>(p) + i * (kGuard + kStackBytes), kGuard, PROT_NONE);
+    for (int i = 0; i < kStacks; ++i) mprotect(static_cast<char*>(p) + i * (kGuard + kStackBytes), kGuard, PROT_NONE);
     return static_cast<char*>(p);
   }();
   return base;
@@ -102,12 +99,12 @@ char* fiber_stack(int index) { return stacks() + index * (kGuard + kStackBytes) 
 
 bool in_fiber_stack(const void* address) {
   return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stacks()) <
-         (kGuard + kStackBytes) * kMaxThreads;
+         (kGuard + kStackBytes) * kStacks;
 }
 
 bool in_fiber_guard(const void* address, int* index) {
   const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stacks());
-  if (offset >= (kGuard + kStackBytes) * kMaxThreads) return false;
+  if (offset >= (kGuard + kStackBytes) * kStacks) return false;
   *index = static_cast<int>(offset / (kGuard + kStackBytes));
   return offset % (kGuard + kStackBytes) < kGuard;
 }

@@ -13,6 +13,7 @@ struct Fiber {
 };
 
 // The stacks are mapped once and kept, each with pages below that cannot be touched.
+constexpr int kStacks = 2048;
 char* fiber_stack(int index);
 bool in_fiber_guard(const void* address, int* index);
 bool in_fiber_stack(const void* address);

@@ -65,9 +65,14 @@ std::mutex allocations_lock;
 std::map<const char*, Guarded> allocations;
 size_t used_bytes = 0;
 
-Guarded shared_pages;
-char* shared = nullptr;
-size_t shared_bytes = 0, shared_slack = 0;
+struct Shared {  // of a slot
+  Guarded pages;
+  char* data = nullptr;
+  size_t bytes = 0, slack = 0;
+  std::vector<char> variables;  // the static ones, while another block runs
+};
+Shared slots[2];
+Shared* shared = slots;
 std::vector<std::pair<char*, size_t>> static_shared;  // of the kernel that runs
 
 // What a kernel did to be stopped; written by the signal handler, read where it lands.
@@ -80,10 +85,10 @@ void describe_fault(const void* address) {
   int thread = 0;
   const char* a = static_cast<const char*>(address);
   if (in_fiber_guard(address, &thread)) {
-    snprintf(fault_text, sizeof fault_text, "the stack of thread %d is full", thread);
-  } else if (shared && a >= shared_pages.mapped && a < shared_pages.mapped + shared_pages.mapped_bytes) {
-    snprintf(fault_text, sizeof fault_text, "access at byte %td of %zu bytes of shared memory", a - shared,
-             shared_bytes);
+    snprintf(fault_text, sizeof fault_text, "the stack of thread %d is full", thread % kMaxThreads);
+  } else if (a >= shared->pages.mapped && a < shared->pages.mapped + shared->pages.mapped_bytes) {
+    snprintf(fault_text, sizeof fault_text, "access at byte %td of %zu bytes of shared memory", a - shared->data,
+             shared->bytes);
   } else {
     for (const auto& [data, g] : allocations)
       if (a >= g.mapped && a < g.mapped + g.mapped_bytes) {
@@ -185,37 +190,51 @@ const void* host_pointer_in(const void* bytes, size_t size) {
 
 void begin_shared_memory(const void* kernel) { static_shared = shared_variables(kernel); }
 
-void fill_shared_memory(size_t dynamic_bytes) {
-  if (!shared_pages.mapped) shared_pages = map_guarded(kMaxSharedBytes, kSharedAlignment);
-  __asan_unpoison_memory_region(shared_pages.data, kMaxSharedBytes);
+void fill_shared_memory(int slot, size_t dynamic_bytes) {
+  shared = &slots[slot];
+  Guarded& pages = shared->pages;
+  if (!pages.mapped) pages = map_guarded(kMaxSharedBytes, kSharedAlignment);
+  __asan_unpoison_memory_region(pages.data, kMaxSharedBytes);
   const size_t padded = round_up(dynamic_bytes, kSharedAlignment);
-  shared = shared_pages.data + kMaxSharedBytes - padded;
-  shared_bytes = dynamic_bytes;
-  shared_slack = padded - dynamic_bytes;
-  memset(shared, kGarbage, padded);
+  shared->data = pages.data + kMaxSharedBytes - padded;
+  shared->bytes = dynamic_bytes;
+  shared->slack = padded - dynamic_bytes;
+  memset(shared->data, kGarbage, padded);
   // Under AddressSanitizer what the kernel did not ask for faults at once.
-  __asan_poison_memory_region(shared + shared_bytes, shared_slack);
-  __asan_poison_memory_region(shared_pages.data, static_cast<size_t>(shared - shared_pages.data));
+  __asan_poison_memory_region(shared->data + dynamic_bytes, shared->slack);
+  __asan_poison_memory_region(pages.data, static_cast<size_t>(shared->data - pages.data));
   for (const auto& [variable, bytes] : static_shared) memset(variable, kGarbage, bytes);
+}
+
+void suspend_shared_memory(int slot) {
+  slots[slot].variables.clear();
+  for (const auto& [variable, bytes] : static_shared)
+    slots[slot].variables.insert(slots[slot].variables.end(), variable, variable + bytes);
+}
+void resume_shared_memory(int slot) {
+  shared = &slots[slot];
+  const char* from = shared->variables.data();
+  for (const auto& [variable, bytes] : static_shared) memcpy(variable, std::exchange(from, from + bytes), bytes);
 }
 
 bool in_shared_memory(const void* p, size_t bytes) {
   const char* a = static_cast<const char*>(p);
-  if (a >= shared_pages.mapped && a < shared_pages.mapped + shared_pages.mapped_bytes)
-    return a >= shared && a + bytes <= shared + shared_bytes;
+  if (a >= shared->pages.mapped && a < shared->pages.mapped + shared->pages.mapped_bytes)
+    return a >= shared->data && a + bytes <= shared->data + shared->bytes;
   for (const auto& [variable, variable_bytes] : static_shared)
     if (a >= variable && a + bytes <= variable + variable_bytes) return true;
   return static_shared.empty() && !in_device_memory(p, 1) && !in_fiber_stack(p);  // where they lie is not known
 }
 
 const char* check_shared_memory() {
-  __asan_unpoison_memory_region(shared_pages.data, kMaxSharedBytes);
-  for (size_t i = 0; i < shared_slack; ++i)
-    if (static_cast<uint8_t>(shared[shared_bytes + i]) != kGarbage) return "a thread wrote past the shared memory";
+  __asan_unpoison_memory_region(shared->pages.data, kMaxSharedBytes);
+  for (size_t i = 0; i < shared->slack; ++i)
+    if (static_cast<uint8_t>(shared->data[shared->bytes + i]) != kGarbage)
+      return "a thread wrote past the shared memory";
   return nullptr;
 }
 
-uint8_t* dynamic_shared_memory() { return reinterpret_cast<uint8_t*>(shared); }
+uint8_t* dynamic_shared_memory() { return reinterpret_cast<uint8_t*>(shared->data); }
 
 void install_fault_handler() {
   static const bool installed = [] {

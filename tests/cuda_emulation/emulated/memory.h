@@ -20,8 +20,10 @@ size_t device_bytes_total();  // PYENGINE_CUDA_EMULATION_BYTES, by default 4 GiB
 // The first word in `bytes` that is the address of mapped memory other than the device's, or nullptr.
 const void* host_pointer_in(const void* bytes, size_t size);
 
-void begin_shared_memory(const void* kernel);   // before a launch
-void fill_shared_memory(size_t dynamic_bytes);  // before a block
+void begin_shared_memory(const void* kernel);             // before a launch
+void fill_shared_memory(int slot, size_t dynamic_bytes);  // before a block; two can be under way, in slots 0 and 1
+void suspend_shared_memory(int slot);
+void resume_shared_memory(int slot);
 bool in_shared_memory(const void*, size_t bytes);
 const char* check_shared_memory();  // what a block wrote outside, or nullptr
 

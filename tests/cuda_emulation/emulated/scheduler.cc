@@ -1,15 +1,17 @@
+// Which thread runs: blocks, warps and lanes in drawn orders, and the part of a grid that overlaps with the one in
+// front.
 #include "scheduler.h"
 
-#include <cstdarg>
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <utility>
-#include <vector>
 
-#include "fiber.h"
+#include "block.h"
 #include "memory.h"
 #include "symbols.h"
 
@@ -19,51 +21,29 @@ dim3 blockDim, gridDim;
 namespace cuda_emulation {
 
 thread_local bool inside_kernel = false;
+Block* block = nullptr;
+Fiber host;
+std::string error;
 
 namespace {
 
-constexpr int kMaxWarps = kMaxThreads / kLanes;
-constexpr int kMaxRelax = 50'000'000;
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kOverlap = false;  // static shared variables could not be told from others, to keep two blocks' apart
+#else
+constexpr bool kOverlap = true;
+#endif
 
-struct Copy {
-  void* to;
-  const void* from;
-  size_t bytes;
-  bool committed;
-  int group;
-};
-struct Thread {
-  Fiber fiber;
-  uint3 index{};
-  bool done = false;
-  const char* waits_for = nullptr;
-  uint32_t mask = 0;  // of the exchange it waits in
-  Site site{};
-  std::vector<Copy> copies;
-  int groups = 0;
-};
-struct Warp {
-  uint32_t lanes = 0, ready = 0;
-  WarpOp* ops[kLanes] = {};
-};
-struct Barrier {
-  int arrived = 0, predicate = 0, sum = 0, result = 0;
-  Vote vote = Vote::none;
-  Site site{};
-};
-
-// The one launch that runs.
+// A block of the grid that runs and, with it, one of the next grid, ahead as far as its wait_for_previous().
+Block blocks[2];
+Block* ahead = nullptr;
 std::mutex one_launch;
-const Launch* launch = nullptr;
-Fiber host;
-Thread threads[kMaxThreads];
-Warp warps[kMaxWarps];
-Barrier barrier;
-int thread_count = 0, warp_count = 0, done_count = 0, running = 0, relaxed = 0;
-uint64_t phase = 0;
-bool leave_warp = false, waited_for_previous = false;
-std::string error;
-uint64_t random_state = 0, chosen_seed = 0;
+std::map<const void*, bool> lets_next_start;  // whether every block of the kernel did, the last time
+uint64_t random_state = 0;
+
+uint64_t seed() {
+  static const char* const text = getenv("PYENGINE_CUDA_EMULATION_SEED");
+  return text ? strtoull(text, nullptr, 10) : 1;
+}
 
 uint64_t random() {  // splitmix64
   uint64_t z = random_state += 0x9e3779b97f4a7c15u;
@@ -83,103 +63,81 @@ struct Walk {
   uint64_t next() { return std::exchange(at, (at + step) % n); }
 };
 
-std::string where(int thread) {
-  char text[160];
-  const uint3 t = threads[thread].index;
-  snprintf(text, sizeof text, "block (%u, %u, %u) of (%u, %u, %u), thread (%u, %u, %u)", blockIdx.x, blockIdx.y,
-           blockIdx.z, gridDim.x, gridDim.y, gridDim.z, t.x, t.y, t.z);
-  return symbol_name(launch->function) + ", " + text;
-}
-
-const char* base_name(const char* file) {
-  const char* slash = file ? strrchr(file, '/') : nullptr;
-  return slash ? slash + 1 : file;
-}
-
-// After `error` is set. What stands on the fiber's stack is never destroyed, so nothing there may own memory.
-[[noreturn]] void give_up() {
-  switch_to(threads[running].fiber, host, true);
-  abort();
-}
-
-std::string at(Site site) { return std::string(base_name(site.file)) + ":" + std::to_string(site.line) + ": "; }
-
-void block_thread(const char* what, Site site) {
-  Thread& t = threads[running];
-  t.waits_for = what;
-  t.site = site;
-  const int self = running;
-  switch_to(t.fiber, host);
-  t.waits_for = nullptr;
-  running = self;
-}
-
-void set_ready(int thread, bool on) {
-  Warp& w = warps[thread / kLanes];
-  const uint32_t bit = 1u << (thread % kLanes);
-  w.ready = on ? w.ready | bit : w.ready & ~bit;
-}
-
 void thread_main() {
   on_fiber_start(host);
-  launch->body();
-  Thread& t = threads[running];
+  block->launch->body();
+  Thread& t = block->threads[block->running];
   t.done = true;
-  ++done_count;
-  set_ready(running, false);
+  ++block->done_count;
+  set_ready(block->running, false);
   switch_to(t.fiber, host, true);
   abort();
 }
 
 void resume(int thread) {
-  running = thread;
-  threadIdx = threads[thread].index;
+  block->running = thread;
+  threadIdx = block->threads[thread].index;
   inside_kernel = true;
-  switch_to(host, threads[thread].fiber);
+  switch_to(host, block->threads[thread].fiber);
   inside_kernel = false;
 }
 
-void start_block(uint64_t block) {
-  const dim3 g = launch->grid, b = launch->block;
-  blockIdx = {static_cast<unsigned>(block % g.x), static_cast<unsigned>(block / g.x % g.y),
-              static_cast<unsigned>(block / g.x / g.y)};
-  thread_count = static_cast<int>(b.x * b.y * b.z);
-  warp_count = (thread_count + kLanes - 1) / kLanes;
-  done_count = relaxed = 0;
-  barrier = {};
-  for (int i = 0; i < warp_count; ++i) {
-    const int lanes = std::min(kLanes, thread_count - i * kLanes);
-    warps[i] = {};
-    warps[i].lanes = warps[i].ready = lanes == kLanes ? ~0u : (1u << lanes) - 1;
+uint64_t block_count(const Launch& l) { return uint64_t{l.grid.x} * l.grid.y * l.grid.z; }
+
+// Makes it the block that runs.
+void select(Block& b) {
+  const dim3 g = b.launch->grid;
+  block = &b;
+  blockDim = b.launch->block;
+  gridDim = g;
+  blockIdx = {static_cast<unsigned>(b.number % g.x), static_cast<unsigned>(b.number / g.x % g.y),
+              static_cast<unsigned>(b.number / g.x / g.y)};
+}
+
+void start_block(Block& b, const Launch& launch, uint64_t number) {
+  b.launch = &launch;
+  b.number = number;
+  b.slot = static_cast<int>(&b - blocks);
+  select(b);
+  const dim3 d = launch.block;
+  b.thread_count = static_cast<int>(d.x * d.y * d.z);
+  b.warp_count = (b.thread_count + kLanes - 1) / kLanes;
+  b.done_count = b.relaxed = 0;
+  b.barrier = {};
+  b.ahead = b.waited_for_previous = b.let_next_start = false;
+  for (int i = 0; i < b.warp_count; ++i) {
+    const int lanes = std::min(kLanes, b.thread_count - i * kLanes);
+    b.warps[i] = {};
+    b.warps[i].lanes = b.warps[i].ready = lanes == kLanes ? ~0u : (1u << lanes) - 1;
   }
-  for (int i = 0; i < thread_count; ++i) {
-    Thread& t = threads[i];
-    prepare(t.fiber, i, thread_main);
+  for (int i = 0; i < b.thread_count; ++i) {
+    Thread& t = b.threads[i];
+    prepare(t.fiber, b.slot * kMaxThreads + i, thread_main);
     const auto n = static_cast<unsigned>(i);
-    t.index = {n % b.x, n / b.x % b.y, n / b.x / b.y};
-    t.done = false;
+    t.index = {n % d.x, n / d.x % d.y, n / d.x / d.y};
+    t.done = t.waits_for_grid = false;
     t.waits_for = nullptr;
     t.mask = 0;
     t.copies.clear();
     t.groups = 0;
   }
-  fill_shared_memory(launch->shared_bytes);
+  fill_shared_memory(b.slot, launch.shared_bytes);
 }
 
 // One warp as far as it gets; returns whether any lane ran.
 bool run_warp(int index) {
-  Warp& w = warps[index];
-  const uint64_t started = phase;
+  Warp& w = block->warps[index];
+  const uint64_t started = block->phase;
   bool any = false;
-  leave_warp = false;
-  while (w.ready && !leave_warp) {
+  block->leave_warp = false;
+  while (w.ready && !block->leave_warp) {
     Walk lanes(kLanes);
-    for (int i = 0; i < kLanes && !leave_warp; ++i) {
+    for (int i = 0; i < kLanes && !block->leave_warp; ++i) {
       const int lane = static_cast<int>(lanes.next());
       if (!(w.ready >> lane & 1)) continue;
       any = true;
       resume(index * kLanes + lane);
-      if (!error.empty() || phase != started) return true;
+      if (!error.empty() || block->phase != started) return true;
     }
   }
   return any;
@@ -195,13 +153,12 @@ std::string waiting(const Thread& t) {
 // Names the first thread that waits and one that is elsewhere: of its warp, where it waits for its warp.
 void report_deadlock() {
   int first = 0;
-  while (threads[first].done) ++first;
-  const Thread& t = threads[first];
+  while (block->threads[first].done) ++first;
+  const Thread& t = block->threads[first];
   error = where(first) + ": " + waiting(t) + " for threads that do not come";
-  const int from = t.mask ? first / kLanes * kLanes : 0,
-            to = t.mask ? std::min(from + kLanes, thread_count) : thread_count;
-  for (int i = from; i < to; ++i) {
-    const Thread& o = threads[i];
+  const int warp = first / kLanes * kLanes, count = block->thread_count;
+  for (int i = t.mask ? warp : 0; i < (t.mask ? std::min(warp + kLanes, count) : count); ++i) {
+    const Thread& o = block->threads[i];
     if (t.mask && !(t.mask >> (i % kLanes) & 1)) continue;
     if (!o.done && o.mask == t.mask && o.site.line == t.site.line && o.site.file == t.site.file) continue;
     error += ": thread " + std::to_string(i) + (o.done ? std::string(" has ended") : " " + waiting(o));
@@ -209,166 +166,117 @@ void report_deadlock() {
   }
 }
 
-void run_block(uint64_t block) {
-  start_block(block);
-  while (done_count < thread_count) {
+// The selected block to its end or, ahead of the grid in front, until all wait for that.
+void run_block() {
+  while (block->done_count < block->thread_count) {
     bool any = false;
-    const uint64_t started = phase;
-    Walk order(static_cast<uint64_t>(warp_count));
-    for (int i = 0; i < warp_count && phase == started; ++i) {
+    const uint64_t started = block->phase;
+    Walk order(static_cast<uint64_t>(block->warp_count));
+    for (int i = 0; i < block->warp_count && block->phase == started; ++i) {
       any |= run_warp(static_cast<int>(order.next()));
       if (!error.empty()) return;
     }
-    if (!any && phase == started && done_count < thread_count) return report_deadlock();
+    if (any || block->phase != started) continue;
+    if (!block->ahead) report_deadlock();
+    return;
   }
+}
+
+void end_block(bool& waited, bool& let_next_start) {
+  if (!error.empty()) return;
   if (const char* what = check_shared_memory()) error = where(0) + ": " + what;
+  waited |= block->waited_for_previous;
+  let_next_start &= block->let_next_start;
+}
+
+void start_ahead(const Launch& next) {
+  Block& b = blocks[1];
+  begin_shared_memory(next.function);
+  start_block(b, next, random() % block_count(next));
+  b.ahead = true;
+  run_block();
+  suspend_shared_memory(b.slot);
+  ahead = &b;
+}
+
+void go_on_from_ahead(const Launch& l, bool& waited, bool& let_next_start) {
+  if (!ahead || ahead->launch != &l) return;
+  Block& b = *std::exchange(ahead, nullptr);
+  select(b);
+  resume_shared_memory(b.slot);
+  b.ahead = false;
+  for (int i = 0; i < b.thread_count; ++i)
+    if (std::exchange(b.threads[i].waits_for_grid, false)) set_ready(i, true);
+  run_block();
+  end_block(waited, let_next_start);
 }
 
 }  // namespace
 
-uint64_t seed() {
-  if (!chosen_seed) {
-    const char* text = getenv("PYENGINE_CUDA_EMULATION_SEED");
-    chosen_seed = text ? strtoull(text, nullptr, 10) : 1;
-  }
-  return chosen_seed;
+std::string where(int thread) {
+  char text[160];
+  const uint3 t = block->threads[thread].index;
+  snprintf(text, sizeof text, "block (%u, %u, %u) of (%u, %u, %u), thread (%u, %u, %u)", blockIdx.x, blockIdx.y,
+           blockIdx.z, gridDim.x, gridDim.y, gridDim.z, t.x, t.y, t.z);
+  return symbol_name(block->launch->function) + ", " + text;
 }
 
-void set_seed(uint64_t value) {
-  chosen_seed = value;
-  random_state = 0;
+const char* base_name(const char* file) {
+  const char* slash = file ? strrchr(file, '/') : nullptr;
+  return slash ? slash + 1 : file;
 }
 
-std::string run_grid(const Launch& l) {
+std::string at(Site site) { return std::string(base_name(site.file)) + ":" + std::to_string(site.line) + ": "; }
+
+void give_up() {
+  switch_to(block->threads[block->running].fiber, host, true);
+  abort();
+}
+
+void block_thread(const char* what, Site site) {
+  Thread& t = block->threads[block->running];
+  t.waits_for = what;
+  t.site = site;
+  switch_to(t.fiber, host);
+  t.waits_for = nullptr;
+}
+
+void set_ready(int thread, bool on) {
+  Warp& w = block->warps[thread / kLanes];
+  const uint32_t bit = 1u << (thread % kLanes);
+  w.ready = on ? w.ready | bit : w.ready & ~bit;
+}
+
+std::string run_grid(const Launch& l, const Launch* next) {
   std::lock_guard lock(one_launch);
   install_fault_handler();
   if (!random_state) random_state = seed() * 0x2545f4914f6cdd1du + 1;
-  launch = &l;
-  begin_shared_memory(l.function);
-  blockDim = l.block;
-  gridDim = l.grid;
   error.clear();
-  waited_for_previous = false;
-  const uint64_t blocks = uint64_t{l.grid.x} * l.grid.y * l.grid.z;
-  Walk order(blocks);
-  for (uint64_t i = 0; i < blocks && error.empty(); ++i) run_block(order.next());
-  if (error.empty() && l.overlaps_previous && !waited_for_previous)
+  bool waited = false, let_next_start = true;
+  const uint64_t count = block_count(l);
+  const uint64_t first = ahead && ahead->launch == &l ? ahead->number : count;
+  begin_shared_memory(l.function);
+  go_on_from_ahead(l, waited, let_next_start);
+  ahead = nullptr;
+  if (kOverlap && error.empty() && next && next->overlaps_previous && lets_next_start[l.function]) {
+    start_ahead(*next);
+    begin_shared_memory(l.function);
+  }
+  Walk order(count);
+  for (uint64_t i = 0; i < count && error.empty(); ++i) {
+    const uint64_t number = order.next();
+    if (number == first) continue;
+    start_block(blocks[0], l, number);
+    run_block();
+    end_block(waited, let_next_start);
+  }
+  lets_next_start[l.function] = let_next_start;
+  if (error.empty() && l.overlaps_previous && !waited)
     error = symbol_name(l.function) +
             ": no thread called wait_for_previous(), so that a kernel behind this one may begin before those in front "
             "of it have ended";
-  launch = nullptr;
+  if (!error.empty()) ahead = nullptr;
   return std::exchange(error, {});
 }
-
-int current_lane() { return running % kLanes; }
-
-void thread_error(Site site, const char* format, ...) {
-  char text[512];
-  va_list list;
-  va_start(list, format);
-  vsnprintf(text, sizeof text, format, list);
-  va_end(list);
-  if (!inside_kernel) {
-    fprintf(stderr, "CUDA emulation, outside a kernel: %s%s\n", site.file ? at(site).c_str() : "", text);
-    abort();
-  }
-  error = where(running) + ": " + (site.file ? at(site) : std::string()) + text;
-  give_up();
-}
-
-void relax(Site site) {
-  if (!inside_kernel) thread_error(site, "device code called on the host");
-  if (++relaxed > kMaxRelax) thread_error(site, "spins without end");
-  if (relaxed % 256) return;
-  leave_warp = true;
-  block_thread("its turn", site);
-}
-
-void warp_op(WarpOp& op) {
-  if (!inside_kernel) thread_error(op.site, "%s called on the host", op.name);
-  Warp& w = warps[running / kLanes];
-  const int lane = current_lane();
-  if (!(op.mask >> lane & 1)) thread_error(op.site, "%s: the mask %08x lacks the lane itself", op.name, op.mask);
-  if (op.mask & ~w.lanes) thread_error(op.site, "%s: the mask %08x names lanes that do not exist", op.name, op.mask);
-  w.ops[lane] = &op;
-  bool all = true;
-  for (int l = 0; l < kLanes; ++l) {
-    if (!(op.mask >> l & 1)) continue;
-    if (threads[running / kLanes * kLanes + l].done)
-      thread_error(op.site, "%s: the mask %08x names lane %d, which has ended", op.name, op.mask, l);
-    const WarpOp* other = w.ops[l];
-    if (!other || other->mask != op.mask || other->finish != op.finish)
-      all = false;  // it may yet come here, from an exchange of fewer lanes
-    else if (op.aligned && (other->site.line != op.site.line || other->site.file != op.site.file))
-      thread_error(op.site, "%s, while lane %d is at %s:%d", op.name, l, base_name(other->site.file), other->site.line);
-  }
-  if (!all) {
-    set_ready(running, false);
-    threads[running].mask = op.mask;
-    block_thread(op.name, op.site);
-    threads[running].mask = 0;
-    return;
-  }
-  WarpOp* ops[kLanes] = {};
-  const int first = running / kLanes * kLanes;
-  for (int l = 0; l < kLanes; ++l)
-    if (op.mask >> l & 1) ops[l] = std::exchange(w.ops[l], nullptr);
-  const Fault fault = op.finish(ops);
-  if (fault.what) {
-    running = first + fault.lane;
-    error = where(running) + ": " + at(ops[fault.lane]->site) + op.name + ": " + fault.what;
-    running = first + lane;
-    give_up();
-  }
-  w.ready |= op.mask;
-}
-
-int block_barrier(Vote vote, int predicate, Site site) {
-  if (!inside_kernel) thread_error(site, "__syncthreads called on the host");
-  if (barrier.arrived && (barrier.site.line != site.line || barrier.site.file != site.file || barrier.vote != vote))
-    thread_error(site, "a barrier, while other threads of the block wait at %s:%d", base_name(barrier.site.file),
-                 barrier.site.line);
-  barrier.site = site;
-  barrier.vote = vote;
-  barrier.sum += predicate != 0;
-  set_ready(running, false);
-  if (++barrier.arrived == thread_count) {
-    const int sum = std::exchange(barrier.sum, 0);
-    barrier.arrived = 0;
-    barrier.result = vote == Vote::count ? sum : vote == Vote::all ? sum == thread_count : sum > 0;
-    for (int i = 0; i < warp_count; ++i) warps[i].ready = warps[i].lanes;
-    ++phase;
-  }
-  block_thread("a barrier of the block", site);
-  return barrier.result;
-}
-
-void copy_async(void* to, const void* from, size_t bytes, Site site) {
-  if (reinterpret_cast<uintptr_t>(to) % bytes || reinterpret_cast<uintptr_t>(from) % bytes)
-    thread_error(site, "copy_async: %p or %p is not aligned to %zu bytes", to, from, bytes);
-  if (!in_shared_memory(to, bytes)) thread_error(site, "copy_async: %p is not shared memory", to);
-  memset(to, kGarbage, bytes);
-  threads[running].copies.push_back({to, from, bytes, false, 0});
-}
-
-void copy_async_commit() {
-  Thread& t = threads[running];
-  for (Copy& c : t.copies)
-    if (!std::exchange(c.committed, true)) c.group = t.groups;
-  ++t.groups;
-}
-
-void copy_async_wait(int groups_left) {
-  Thread& t = threads[running];
-  std::vector<Copy> later;
-  for (const Copy& c : t.copies)
-    if (c.committed && c.group < t.groups - groups_left)
-      memcpy(c.to, c.from, c.bytes);
-    else
-      later.push_back(c);
-  t.copies.swap(later);
-}
-
-void previous_grid_wait() { waited_for_previous = true; }
 
 }  // namespace cuda_emulation

@@ -56,7 +56,8 @@ int current_lane();
 void copy_async(void* to, const void* from, size_t bytes, Site);
 void copy_async_commit();
 void copy_async_wait(int groups_left);
-void previous_grid_wait();
+void previous_grid_wait(Site);
+void next_grid_may_start();
 
 struct Launch {
   const void* function = nullptr;
@@ -65,11 +66,11 @@ struct Launch {
   size_t shared_bytes = 0;
   bool overlaps_previous = false;  // programmatic stream serialization
 };
-// Runs every thread; returns what went wrong, or an empty string.
-std::string run_grid(const Launch&);
+// Runs every thread; returns what went wrong, or an empty string. next: what the stream does behind, and will run next;
+// where it may overlap with this grid, and the kernel's blocks let it start, one of its blocks runs up to its
+// wait_for_previous() in front of this grid, so that what it reads there too early shows.
+std::string run_grid(const Launch&, const Launch* next);
 
-uint64_t seed();
-void set_seed(uint64_t);  // 0: the environment's, PYENGINE_CUDA_EMULATION_SEED, by default 1
 extern thread_local bool inside_kernel;
 
 }  // namespace cuda_emulation
