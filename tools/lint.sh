@@ -12,6 +12,7 @@ step() {
 step "$bin/ruff" format --check .
 step "$bin/ruff" check .
 step "$bin/mypy" --strict pyengine
-mapfile -t sources < <(find csrc tests/core tests/cuda_emulation -name '*.cc' -o -name '*.h' | sort)
+mapfile -t sources < <(find csrc tests/core tests/cuda tests/cuda_emulation -name '*.cc' -o -name '*.h' -o -name '*.cu' \
+  -o -name '*.cuh' | sort)
 step "$bin/clang-format" --dry-run --Werror "${sources[@]}"
 exit "$failed"
