@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2) ffn_up_kernel(Up a) {
 template <int FORMAT, int SUB, bool GATED>
 void launch_up(Stream stream, const Up& a) {
   constexpr int R = kHiddenPanels<GATED>;
-  const size_t bytes = shared_bytes<FORMAT, SUB, R>(a.tokens < kFewTokens ? a.tokens : kFewTokens);
+  const size_t bytes = shared_bytes<FORMAT, SUB, R>(a.tokens < kFewTokens ? a.tokens : kFewTokens, a.weight.k_tiles);
   allow_shared(ffn_up_kernel<FORMAT, SUB, GATED>, bytes);
   const dim3 grid(static_cast<unsigned>((a.weight.panels + R - 1) / R), chunks_of(a.tokens));
   launch(stream, ffn_up_kernel<FORMAT, SUB, GATED>, grid, dim3(kBlockThreads), bytes, a);

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2) linear_kernel(Product a) {
 
 template <int FORMAT, int SUB, int R>
 void launch_product(Stream stream, const Product& a) {
-  const size_t bytes = shared_bytes<FORMAT, SUB, R>(a.tokens < kFewTokens ? a.tokens : kFewTokens);
+  const size_t bytes = shared_bytes<FORMAT, SUB, R>(a.tokens < kFewTokens ? a.tokens : kFewTokens, a.weight.k_tiles);
   allow_shared(linear_kernel<FORMAT, SUB, R>, bytes);
   const dim3 grid(static_cast<unsigned>((a.panels + R - 1) / R), chunks_of(a.tokens), static_cast<unsigned>(a.heads));
   launch(stream, linear_kernel<FORMAT, SUB, R>, grid, dim3(kBlockThreads), bytes, a);

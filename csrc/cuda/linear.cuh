@@ -52,16 +52,33 @@ struct Sizes {
   static constexpr uint32_t kRing = kSlots * kTile;
 };
 
-// Activations of a tile: float [count][64]; or int8 [count][64] and 5 words a token: scale, two sums, outlier, columns.
+// Activations of a tile: float [count][64]; or int8 [count][64] and 5 words a token: scale, two sums, outlier, columns,
+// each [count, rounded up to pairs].
+__host__ __device__ constexpr int pair_stride(int count) { return (count + 1) / 2 * 2; }
 template <bool FLOAT>
 __host__ __device__ constexpr uint32_t slab_bytes(int count) {
-  return FLOAT ? 256u * static_cast<uint32_t>(count) : (84u * static_cast<uint32_t>(count) + 15u) / 16u * 16u;
+  return FLOAT ? 256u * static_cast<uint32_t>(count)
+               : static_cast<uint32_t>(64 * count + 20 * pair_stride(count) + 15) / 16u * 16u;
 }
 
+// Slabs of a warp: for all its tiles where that is little, and then the main loop loads nothing but weights.
+constexpr uint32_t kStagedBytes = 24u << 10;
 template <int FORMAT, int SUB, int R>
-constexpr size_t shared_bytes(int tokens) {
+__host__ __device__ constexpr int slabs_of(int count, int k_tiles) {
   using S = Sizes<FORMAT, SUB, R>;
-  const size_t loads = kWarps * (S::kRing + size_t{S::kSlabs} * slab_bytes<S::kFloat>(tokens));
+  const int all = (k_tiles + kWarps - 1) / kWarps;
+  const bool staged = kWarps * static_cast<uint32_t>(all) * slab_bytes<S::kFloat>(count) <= kStagedBytes;
+  return staged ? all : S::kSlabs;
+}
+
+// For up to so many tokens, of a matrix with so many tiles in a row; 0: any.
+template <int FORMAT, int SUB, int R>
+constexpr size_t shared_bytes(int tokens, int64_t k_tiles = 0) {
+  using S = Sizes<FORMAT, SUB, R>;
+  const size_t slab = size_t{kWarps} * slab_bytes<S::kFloat>(tokens), few = S::kSlabs * slab;
+  const size_t all = static_cast<size_t>((k_tiles + kWarps - 1) / kWarps) * slab;
+  const size_t staged = k_tiles && all < kStagedBytes ? all : kStagedBytes;
+  const size_t loads = kWarps * S::kRing + (few > staged ? few : staged);
   const size_t sums = size_t{kWarps} * R * kFewTokens * kSumStride * sizeof(float);
   return loads > sums ? loads : sums;
 }
@@ -72,21 +89,6 @@ constexpr bool fits = shared_bytes<FORMAT, SUB, R>(kFewTokens) <= 99u << 10;
 
 // ---- activations into shared memory ---------------------------------------------------------------------------------
 
-template <bool ASYNC>
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  if (ASYNC)
-    copy_async16(to, from);
-  else
-    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-}
-template <bool ASYNC>
-__device__ __forceinline__ void copy4(void* to, const void* from) {
-  if (ASYNC)
-    copy_async4(to, from);
-  else
-    *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
-}
-
 // What a lane copies of a tile of quantized activations: 16 bytes of q, one number, the word with the outlier's column.
 // Chunks of 16 bytes of the rows 2, 3, 6, 7 are swapped in pairs, so that lanes read q without bank conflicts.
 template <int FORMAT, int SUB>
@@ -94,9 +96,10 @@ struct QuantColumns {
   const int8_t* q;
   const void* numbers;
   const uint8_t* columns;
-  int count, number_step;
+  int count, stride, number_step;
 
-  __device__ __forceinline__ QuantColumns(const Rows& in, const Tokens& tokens) : count(tokens.count), number_step(1) {
+  __device__ __forceinline__ QuantColumns(const Rows& in, const Tokens& tokens)
+      : count(tokens.count), stride(pair_stride(tokens.count)), number_step(1) {
     const QuantView& v = in.quant;
     const int lane = lane_id(), kind = lane / 8;
     q = v.q + tokens.row(min(lane / 4, count - 1)) * v.q_stride + 16 * (lane % 4);
@@ -113,15 +116,14 @@ struct QuantColumns {
     }
   }
 
-  template <bool ASYNC>
   __device__ __forceinline__ void copy(int64_t k_tile, uint8_t* slab) const {
     const int lane = lane_id(), row = lane / 4, token = lane % 8, kind = lane / 8;
-    if (row < count) copy16<ASYNC>(slab + 64 * row + 16 * (lane % 4 ^ (row & 2)), q + k_tile * kTileColumns);
+    if (row < count) copy_async16(slab + 64 * row + 16 * (lane % 4 ^ (row & 2)), q + k_tile * kTileColumns);
     uint8_t* words = slab + 64 * count;
     if (token >= count) return;
     if (SUB == 32 || kind != 2)
-      copy4<ASYNC>(words + 4 * (kind * count + token), static_cast<const uint32_t*>(numbers) + k_tile * number_step);
-    if (kind == 0) copy4<ASYNC>(words + 4 * (4 * count + token), columns + k_tile / 4 * 4);
+      copy_async4(words + 4 * (kind * stride + token), static_cast<const uint32_t*>(numbers) + k_tile * number_step);
+    if (kind == 0) copy_async4(words + 4 * (4 * stride + token), columns + k_tile / 4 * 4);
   }
 };
 
@@ -137,7 +139,6 @@ struct FloatColumns {
     aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0 && stride % 4 == 0;
   }
 
-  template <bool ASYNC>
   __device__ __forceinline__ void copy(int64_t k_tile, uint8_t* slab) const {
     const bool whole = aligned && (k_tile + 1) * kTileColumns <= cols;
     for (int i = lane_id(); i < 16 * tokens.count; i += kWarp) {
@@ -145,7 +146,7 @@ struct FloatColumns {
       const float* from = base + tokens.row(i / 16) * stride + k;
       float* to = reinterpret_cast<float*>(slab) + 4 * i;
       if (whole) {
-        copy16<ASYNC>(to, from);
+        copy_async16(to, from);
       } else {
         for (int e = 0; e < 4; ++e) to[e] = k + e < cols ? from[e] : 0.0f;
       }
@@ -193,34 +194,42 @@ struct IntegerProduct {
   int32_t start[kSubs][2];
   const uint32_t* words;
   unsigned outliers;
-  int count, shift;  // shift: of the tile's byte in a word of outlier columns
+  // of the lane, in a slab
+  int q_at[2], words_at, pair_at, column_at, stride, shift;  // shift: of the tile's byte in a word of outlier columns
 
-  __device__ __forceinline__ explicit IntegerProduct(int tokens) : count(tokens), shift(8 * (warp_id() % 4)) {
+  // Columns past the last token repeat it: nobody reads their sums.
+  __device__ __forceinline__ explicit IntegerProduct(int count)
+      : stride(pair_stride(count)), shift(8 * (warp_id() % 4)) {
+    const int lane = lane_id(), g = min(lane / 4, count - 1), t = lane % 4;
+    for (int m = 0; m < 2; ++m) q_at[m] = 64 * g + 16 * ((2 * m + t / 2) ^ (g & 2)) + 8 * (t % 2);
+    pair_at = 64 * count + 4 * min(2 * t, stride - 2);
+    column_at = lane < count ? 4 * stride + lane : -1;
+    words_at = 64 * count;
     PE_UNROLL_ALL for (int p = 0; p < R; ++p) {
       PE_UNROLL_ALL for (int i = 0; i < 4; ++i) f[p][i] = part[kMinimum ? p : 0][i] = 0.0f;
     }
   }
 
-  // Columns past the last token repeat it: nobody reads their sums.
   __device__ __forceinline__ void begin(const uint8_t* slab) {
-    const int lane = lane_id(), g = min(lane / 4, count - 1), t = lane % 4;
     PE_UNROLL_ALL for (int m = 0; m < 2; ++m) {
-      const uint2 v = *reinterpret_cast<const uint2*>(slab + 64 * g + 16 * ((2 * m + t / 2) ^ (g & 2)) + 8 * (t % 2));
+      const uint2 v = *reinterpret_cast<const uint2*>(slab + q_at[m]);
       b[m][0] = v.x;
       b[m][1] = v.y;
     }
-    words = reinterpret_cast<const uint32_t*>(slab + 64 * count);
-    PE_UNROLL_ALL for (int u = 0; u < 2; ++u) {
-      const int token = min(2 * t + u, count - 1);
-      scale[u] = __uint_as_float(words[token]);
-      PE_UNROLL_ALL for (int s = 0; s < kSubs; ++s) {
-        const uint32_t sum = words[(1 + s) * count + token];
-        sums[s][u] = __uint_as_float(sum);
-        start[s][u] = kIntegerBits + (kMinimum ? 0 : kOffset * static_cast<int32_t>(sum));
+    words = reinterpret_cast<const uint32_t*>(slab + words_at);
+    const uint8_t* pair = slab + pair_at;
+    const float2 scales = *reinterpret_cast<const float2*>(pair);
+    scale[0] = scales.x;
+    scale[1] = scales.y;
+    PE_UNROLL_ALL for (int s = 0; s < kSubs; ++s) {
+      const uint2 sum = *reinterpret_cast<const uint2*>(pair + 4 * (1 + s) * stride);
+      PE_UNROLL_ALL for (int u = 0; u < 2; ++u) {
+        const uint32_t x = u ? sum.y : sum.x;
+        sums[s][u] = __uint_as_float(x);
+        start[s][u] = kIntegerBits + (kMinimum ? 0 : kOffset * static_cast<int32_t>(x));
       }
     }
-    const int token = lane % 8;
-    outliers = __ballot_sync(kAllLanes, lane < count && (words[4 * count + min(token, count - 1)] >> shift & 255));
+    outliers = __ballot_sync(kAllLanes, column_at >= 0 && (words[max(column_at, 0)] >> shift & 255));
   }
 
   // The integer sums of the tile's sub-blocks.
@@ -267,8 +276,8 @@ struct IntegerProduct {
     const int g = lane_id() / 4, t = lane_id() % 4;
     for (unsigned left = outliers; left; left &= left - 1) {
       const int token = __ffs(static_cast<int>(left)) - 1;
-      const int c = static_cast<int>(words[4 * count + token] >> shift & 255) - 1;
-      const float value = __uint_as_float(words[3 * count + token]);
+      const int c = static_cast<int>(words[4 * stride + token] >> shift & 255) - 1;
+      const float value = __uint_as_float(words[3 * stride + token]);
       const uint32_t word = *reinterpret_cast<const uint32_t*>(tile + numbers_at(FORMAT, SUB, g, c));
       PE_UNROLL_ALL for (int h = 0; h < 2; ++h) {
         const float weight = static_cast<float>(integer_of(FORMAT, tile, g + 8 * h, c)) * N::scale(word, h);
@@ -356,18 +365,21 @@ __device__ __forceinline__ void multiply(const Matrix& m, int64_t panel, int pan
   const int warp = warp_id(), lane = lane_id(), k_tiles = static_cast<int>(m.k_tiles);
   const int mine = warp < k_tiles ? (k_tiles - warp + kWarps - 1) / kWarps : 0;  // tiles of columns
   const uint32_t slab_size = slab_bytes<kFloat>(tokens.count);
-  uint8_t* ring = shared + warp * S::kRing;
-  uint8_t* slabs = shared + kWarps * S::kRing + static_cast<uint32_t>(warp * S::kSlabs) * slab_size;
-  const uint8_t* source = m.tiles + (panel * m.k_tiles + warp) * S::kTile + 16 * lane;
-  const auto load = [&](int j, int p, int slot) {
-    const int64_t tile = min(p, panels - 1) * m.k_tiles + j * kWarps;
+  const int slabs = slabs_of<FORMAT, SUB, R>(tokens.count, k_tiles);
+  uint8_t* const ring = shared + warp * S::kRing;
+  uint8_t* const first_slab = shared + kWarps * S::kRing + static_cast<uint32_t>(warp * slabs) * slab_size;
+  uint8_t* const end_slab = first_slab + static_cast<uint32_t>(slabs) * slab_size;
+  constexpr int64_t kNext = int64_t{kWarps} * S::kTile;  // from a warp's tile to its next
+  const int64_t panel_bytes = m.k_tiles * S::kTile;
+  const uint8_t* source = m.tiles + panel * panel_bytes + warp * S::kTile + 16 * lane;
+  const auto load = [&](const uint8_t* from, uint8_t* slot) {
     PE_UNROLL_ALL for (uint32_t at = 0; at < S::kTile; at += 512) {
       if (at + 512 <= S::kTile || at + 16 * static_cast<uint32_t>(lane) < S::kTile)
-        copy_async16(ring + slot * S::kTile + 16 * lane + at, source + tile * S::kTile + at);
+        copy_async16(slot + 16 * lane + at, from + at);
     }
   };
   PE_UNROLL_ALL for (int i = 0; i < S::kSlots - 1; ++i) {
-    if (i / R < mine) load(i / R, i % R, i);
+    if (i / R < mine) load(source + i / R * kNext + min(i % R, panels - 1) * panel_bytes, ring + i * S::kTile);
     copy_async_commit();
   }
   ready();
@@ -377,10 +389,11 @@ __device__ __forceinline__ void multiply(const Matrix& m, int64_t panel, int pan
     else
       return QuantColumns<FORMAT, SUB>(in, tokens);
   }();
-  PE_UNROLL_ALL for (int j = 0; j <= (S::kSlots - 2) / R; ++j) {
-    if (j < mine) columns.template copy<false>(warp + j * kWarps, slabs + static_cast<uint32_t>(j) * slab_size);
-  }
+  const int staged = slabs >= mine ? mine : (S::kSlots - 2) / R + 1;  // slabs that are loaded before the loop
+  for (int j = 0; j < staged; ++j) columns.copy(warp + j * kWarps, first_slab + static_cast<uint32_t>(j) * slab_size);
+  copy_async_commit();
   if (mine * R < S::kSlots) let_next_start();
+  copy_async_wait<0>();
 
   const auto product_of = [&] {
     if constexpr (kFloat)
@@ -389,26 +402,31 @@ __device__ __forceinline__ void multiply(const Matrix& m, int64_t panel, int pan
       return IntegerProduct<FORMAT, SUB, R>(tokens.count);
   };
   auto product = product_of();
-  int slot = 0, slab = 0;
+  uint8_t *slot = ring, *free_slot = ring + (S::kSlots - 1) * S::kTile, *slab = first_slab;
   for (int j = 0; j < mine; ++j) {
     PE_UNROLL_ALL for (int p = 0; p < R; ++p) {
       copy_async_wait<S::kSlots - 2>();
       __syncwarp();  // all lanes' copies are there, and all lanes are done with the slot behind
       const int ahead = (p + S::kSlots - 1) / R, next_panel = (p + S::kSlots - 1) % R;
       if (j + ahead < mine) {
-        load(j + ahead, next_panel, slot ? slot - 1 : S::kSlots - 1);
-        if (next_panel == 0) {
-          const int to = slab + ahead < S::kSlabs ? slab + ahead : slab + ahead - S::kSlabs;
-          columns.template copy<true>(warp + (j + ahead) * kWarps, slabs + static_cast<uint32_t>(to) * slab_size);
+        load(source + ahead * kNext + min(next_panel, panels - 1) * panel_bytes, free_slot);
+        if (next_panel == 0 && j + ahead >= staged) {
+          uint8_t* to = slab + static_cast<uint32_t>(ahead) * slab_size;
+          if (to >= end_slab) to -= static_cast<uint32_t>(slabs) * slab_size;
+          columns.copy(warp + (j + ahead) * kWarps, to);
         }
-        if (j + ahead == mine - 1 && next_panel == R - 1) let_next_start();
+        if (next_panel == R - 1 && j + ahead == mine - 1) let_next_start();
       }
       copy_async_commit();
-      if (p == 0) product.begin(slabs + static_cast<uint32_t>(slab) * slab_size);
-      product.add_tile(p, ring + slot * S::kTile);
-      slot = slot + 1 < S::kSlots ? slot + 1 : 0;
+      if (p == 0) product.begin(slab);
+      product.add_tile(p, slot);
+      free_slot = slot;
+      slot += S::kTile;
+      if (slot == ring + S::kRing) slot = ring;
     }
-    slab = slab + 1 < S::kSlabs ? slab + 1 : 0;
+    source += kNext;
+    slab += slab_size;
+    if (slab == end_slab) slab = first_slab;
   }
   __syncthreads();  // the sums take the place of the rings
   const int units = FORMAT == PE_INT4_MIN ? 2 * kPanel : kPanel;

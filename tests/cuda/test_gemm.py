@@ -105,6 +105,17 @@ def test_ffn_is_what_it_fuses(gemm: Any, lin: Any, name: str, gated: bool) -> No
         assert_same_bits(added, run_linear(lin, raws[1], n, wanted, bias2[:n], 0.5, base), f"{name} residual")
 
 
+def test_ffn_of_long_rows(gemm: Any, lin: Any) -> None:
+    """8 panels a block, their activations loaded tile by tile: the sums are those of one panel a block."""
+    options, width, k, tokens = FORMATS["int4_minimum_32"], 64, 2600, 8
+    gate, up_matrix = normal(1, width, k), normal(2, width, k)
+    raws = interleaved([gate, up_matrix], options), packed(normal(3, 16, width), options)
+    x = normal(4, tokens, k)
+    quant = run_ffn(gemm, raws, x, None, int(ACTIVATIONS["silu"]), True, (width, 16))[1]
+    sums = run_linear(lin, raws[0], 2 * width, x)
+    assert_quantized(quant, scalar_op(OpKind.ACT_MUL, sums, width, activation=ACTIVATIONS["silu"]))
+
+
 def activations_of(x: Array, raw: Array) -> tuple[Array, Array]:
     """(the activations that a weight multiplies, the weight's values) in float64."""
     w = unpack(raw)

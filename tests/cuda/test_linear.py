@@ -62,6 +62,19 @@ def test_rows_do_not_depend_on_the_batch(lin: Any, name: str) -> None:
     assert_close(added, want, EPS * np.abs(want), "factor")
 
 
+@pytest.mark.parametrize("name", ["int8", "int4_minimum_32", "int4_symmetric_128", "bf16"])
+def test_long_rows(lin: Any, name: str) -> None:
+    """Activations of 8 tokens come with the weights, tile by tile; of one token all at once, before them."""
+    n, k = 16, 2600
+    x, raw = normal(1, 8, k), packed(normal(2, n, k), FORMATS[name])
+    x[5, 64:2000:192] = 50
+    y = run_linear(lin, raw, n, x)
+    exact, bound = linear_bound_of(x, raw)
+    assert_close(y, exact, bound, name)
+    for token in (0, 5):
+        assert_same_bits(run_linear(lin, raw, n, x[token : token + 1]), y[token : token + 1], f"{name} {token}")
+
+
 @pytest.mark.parametrize("panels", [528, 529, 1057])
 def test_blocks_of_more_panels_have_the_same_bits(lin: Any, panels: int) -> None:
     """1, 2 and 4 panels a block, the last one short of some."""
