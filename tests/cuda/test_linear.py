@@ -157,7 +157,7 @@ def test_a_mistake_is_found(build: Callable[..., Any], mistake: str) -> None:
     header = (ROOT / "csrc/cuda/linear.cuh").read_text()
     assert header.count(old) == 1
     wrong = build(*LINEAR_SOURCES, changed={"csrc/cuda/linear.cuh": header.replace(old, new)})
-    n, k = 16, 520
+    n, k = 16, 2700  # longer than the rings
     x, raw = normal(3, 8, k), packed(normal(4, n, k), FORMATS[name])
     exact, bound = linear_bound_of(x, raw)
     try:
