@@ -84,7 +84,9 @@ def test_a_token_of_each_length(call: Any, dtype: int, ratio: int, dim: int, win
 
 
 @by_dtype
-@pytest.mark.parametrize(("ratio", "dim", "window"), [(1, 48, None), (3, 20, 33), (5, 16, 256), (8, 64, None)])
+@pytest.mark.parametrize(
+    ("ratio", "dim", "window"), [(1, 48, None), (3, 20, 33), (5, 16, 256), (8, 64, None), (1, 200, 40), (19, 66, None)]
+)
 def test_many_tokens_of_ragged_sequences(call: Any, dtype: int, ratio: int, dim: int, window: int | None) -> None:
     """More than 8 tokens: tiles of a sequence's tokens. A few decode beside two chunks."""
     lengths = [270, 1, 40, 513, 258]
@@ -92,6 +94,33 @@ def test_many_tokens_of_ragged_sequences(call: Any, dtype: int, ratio: int, dim:
     have = Sequences(call, lengths, 2, dim, dtype, seed=2)
     q = normal(ratio, sum(end - begin for _, begin, end in spans), 2 * ratio, dim)
     have.check(spans, q, f"ratio {ratio}, head_dim {dim}", window=window)
+
+
+@by_dtype
+@pytest.mark.parametrize(("heads", "dim"), [(2, 256), (3, 24)])
+def test_many_partitions(call: Any, dtype: int, heads: int, dim: int) -> None:
+    """More than the merge has slices; also with a window that begins in the middle of them; then as many tokens."""
+    lengths = [1300, 1100]
+    have = Sequences(call, lengths, 1, dim, dtype, seed=9)
+    for window in (None, 700):
+        for spans in (last_tokens(lengths), [(0, 1291, 1300), (1, 1099, 1100)]):
+            q = normal(dim, sum(end - begin for _, begin, end in spans), heads, dim)
+            have.check(spans, q, f"{spans}", window=window)
+
+
+@by_dtype
+def test_many_tokens_in_any_chunks(call: Any, dtype: int) -> None:
+    """Among more than 8 tokens, too, the bits of a row do not depend on where its tile begins, nor on other sequences."""
+    have = Sequences(call, [300, 30], 1, 40, dtype, seed=10)
+    q = normal(14, 300, 3, 40)
+    for window in (None, 50):
+        whole = have.check([(0, 240, 300)], q[240:], "whole", window=window)
+        for begin, end in ((240, 255), (251, 290), (287, 300)):
+            assert_same_bits(
+                have.check([(0, begin, end)], q[begin:end], "a chunk", window=window), whole[begin - 240 : end - 240]
+            )
+        both = np.concatenate([q[:20], q[270:300]])
+        assert_same_bits(have.check([(1, 10, 30), (0, 270, 300)], both, "two", window=window)[20:], whole[30:])
 
 
 @by_dtype
