@@ -29,7 +29,7 @@ Gemm::Gemm(const char* path) {
 }
 
 bool Gemm::open(const char* path) {
-  library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  library_ = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);  // it has threads of its own
   if (!library_) {
     const char* error = dlerror();
     description_ = error ? error : path;

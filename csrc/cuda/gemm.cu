@@ -18,7 +18,10 @@ constexpr int64_t kWeightBytes = int64_t{64} << 20;  // of a range of panels
 constexpr size_t kAligned = 256;
 
 unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
-__device__ __forceinline__ int64_t thread_index() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
+dim3 rows_grid(int64_t rows, int64_t threads) { return {static_cast<unsigned>(rows), blocks_of(threads)}; }
+dim3 tiles_grid(const Matrix& m, int64_t panels) {
+  return {static_cast<unsigned>(panels), static_cast<unsigned>((m.k_tiles + 1) / 2)};
+}
 
 __device__ __forceinline__ uint32_t pair_bf16(float low, float high) {
   return to_bf16(low) | static_cast<uint32_t>(to_bf16(high)) << 16;
@@ -32,15 +35,16 @@ __device__ __forceinline__ void store_eight(float* to, const float (&x)[8]) {
   reinterpret_cast<float4*>(to)[1] = {x[4], x[5], x[6], x[7]};
 }
 
-// A thread 8 columns of a row of panels first .. first + panels - 1; columns past K are 0. out: row-major, or tiles.
+// A block two tiles of a panel, first or one behind it; a thread 8 columns of a row. Columns past K are 0. out:
+// row-major, or tiles.
 template <class T, bool TILES>
-__global__ void __launch_bounds__(kThreads) dequantize_kernel(Matrix m, int64_t first, int64_t panels, T* out) {
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(Matrix m, int64_t first, T* out) {
   wait_for_previous();
   if (!TILES) let_next_start();
-  const int64_t i = thread_index(), pieces = m.k_tiles * 8, row = i / pieces, piece = i % pieces;
-  if (row >= panels * kPanel) return;
-  const int64_t panel = first + row / kPanel, k_tile = piece / 8;
-  const int r = static_cast<int>(row % kPanel), e = static_cast<int>(piece % 8);
+  const int r = static_cast<int>(threadIdx.x) / 16, e = static_cast<int>(threadIdx.x) % 8;
+  const int64_t panel = first + blockIdx.x, k_tile = int64_t{blockIdx.y} * 2 + threadIdx.x % 16 / 8;
+  const int64_t row = int64_t{blockIdx.x} * kPanel + r, piece = 8 * k_tile + e;
+  if (k_tile >= m.k_tiles) return;
   const uint8_t* tile = m.tiles + (panel * m.k_tiles + k_tile) * m.tile_bytes;
   float x[8];
   eight_values(m, tile, m.units + panel * (m.format == PE_INT4_MIN ? 2 * kPanel : kPanel), r, e, x);
@@ -55,14 +59,13 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(Matrix m, int64_t 
   }
 }
 
-// Rows of activations as bfloat16, or copied; a thread 8 columns.
+// Rows of activations, a block each, as bfloat16, or copied; a thread 8 columns.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    activations_kernel(Rows in, int64_t cols, int64_t k_tiles, int tokens, T* out) {
+__global__ void __launch_bounds__(kThreads) activations_kernel(Rows in, int64_t cols, int64_t k_tiles, T* out) {
   wait_for_previous();
   let_next_start();
-  const int64_t i = thread_index(), pieces = k_tiles * 8, row = i / pieces, piece = i % pieces;
-  if (row >= tokens) return;
+  const int64_t row = blockIdx.x, piece = int64_t{blockIdx.y} * kThreads + threadIdx.x;
+  if (piece >= k_tiles * 8) return;
   float x[8];
   for (int c = 0; c < 8; ++c) x[c] = 0.0f;
   if (in.quantized) {
@@ -85,9 +88,9 @@ __global__ void __launch_bounds__(kThreads)
     add_bias_kernel(const float* bias, float factor, int64_t columns, Rows out) {
   wait_for_previous();
   let_next_start();
-  const int64_t c = thread_index();
+  const int64_t c = int64_t{blockIdx.y} * kThreads + threadIdx.x;
   if (c >= columns) return;
-  float& y = out.f[blockIdx.y * out.stride + c];
+  float& y = out.f[blockIdx.x * out.stride + c];
   y = fmaf(bias[c], factor, y);
 }
 
@@ -113,12 +116,11 @@ void multiply_in_scratch(Stream stream, Gemm& gemm, const Linear& l, uint8_t* sc
   T* weights = reinterpret_cast<T*>(scratch + Gemm::kWorkspaceBytes);
   T* activations = reinterpret_cast<T*>(scratch + Gemm::kWorkspaceBytes + weight_bytes(m));
   const int64_t columns = padded_columns(m), at_once = panels_at_once(m);
-  launch(stream, activations_kernel<T>, dim3(blocks_of(l.tokens * columns / 8)), dim3(kThreads), 0, l.in, m.cols,
-         m.k_tiles, l.tokens, activations);
+  launch(stream, activations_kernel<T>, rows_grid(l.tokens, columns / 8), dim3(kThreads), 0, l.in, m.cols, m.k_tiles,
+         activations);
   for (int64_t first = 0; first < m.panels; first += at_once) {
     const int64_t panels = std::min(at_once, m.panels - first);
-    launch(stream, dequantize_kernel<T, false>, dim3(blocks_of(panels * kPanel * columns / 8)), dim3(kThreads), 0, m,
-           first, panels, weights);
+    launch(stream, dequantize_kernel<T, false>, tiles_grid(m, panels), dim3(kThreads), 0, m, first, weights);
     Gemm::Product p;
     p.type = m.format == PE_F32 ? kLtFloat32 : kLtBfloat16;
     p.m = panels * kPanel;
@@ -133,9 +135,8 @@ void multiply_in_scratch(Stream stream, Gemm& gemm, const Linear& l, uint8_t* sc
     gemm.run(stream, p, scratch);
   }
   if (!l.bias) return;
-  const dim3 grid(blocks_of(m.panels * kPanel), static_cast<unsigned>(l.tokens));
-  launch(stream, add_bias_kernel, grid, dim3(kThreads), 0, l.bias, l.factor != 0.0f ? l.factor : 1.0f,
-         m.panels * kPanel, l.out);
+  launch(stream, add_bias_kernel, rows_grid(l.tokens, m.panels * kPanel), dim3(kThreads), 0, l.bias,
+         l.factor != 0.0f ? l.factor : 1.0f, m.panels * kPanel, l.out);
 }
 
 // Sums of gate and up, or of up alone, of an FFN.
@@ -156,9 +157,7 @@ void dequantize(Stream stream, const Matrix& m, const Matrix& out) {
   if (out.format != PE_F32 || out.panels != m.panels || out.k_tiles != m.k_tiles)
     fail(PE_INTERNAL, "dequantize into a matrix of another shape or format");
   auto* to = reinterpret_cast<float*>(const_cast<uint8_t*>(out.tiles));
-  const int64_t threads = m.panels * kPanel * padded_columns(m) / 8;
-  launch(stream, dequantize_kernel<float, true>, dim3(blocks_of(threads)), dim3(kThreads), 0, m, int64_t{0}, m.panels,
-         to);
+  launch(stream, dequantize_kernel<float, true>, tiles_grid(m, m.panels), dim3(kThreads), 0, m, int64_t{0}, to);
   launch_after(stream, fence_kernel, dim3(1), dim3(1), 0);
 }
 

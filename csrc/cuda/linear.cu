@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBlockThreads)
                        int64_t out_head, int64_t to, const int32_t* positions) {
   wait_for_previous();
   let_next_start();
-  const int64_t token = blockIdx.y, head = blockIdx.x;
+  const int64_t token = blockIdx.x, head = blockIdx.y;
   const float* x = in.f + token * in.stride + head * in_head + begin;
   float* y = out.f + token * out.stride + head * out_head + to;
   const int half = rotary / 2;
@@ -123,7 +123,7 @@ void head_linear(Stream stream, const Matrix& weight, const Rows& in, int heads,
   launch_product(stream, a);
   if (rest <= 0) return;
   if (!rope) fail(PE_INTERNAL, "head_linear leaves %lld columns but has no rope", static_cast<long long>(rest));
-  const dim3 grid(static_cast<unsigned>(heads), static_cast<unsigned>(tokens));
+  const dim3 grid(static_cast<unsigned>(tokens), static_cast<unsigned>(heads));
   launch(stream, rotate_rest_kernel, grid, dim3(kWarp), 0, in, int64_t{head_dim}, weight.cols, static_cast<int>(rest),
          rope->values, rope->rotary_dim, out, a.out_head, a.columns, step.positions);
 }
