@@ -72,18 +72,20 @@ __global__ void __launch_bounds__(kBlockThreads, 2) gate_up_kernel(Experts a) {
     write_hidden<true>(shared, warp_id(), nullptr, a.activation, a.out, tile.first + warp_id(), group);
 }
 
+// The kernel in front is of this layer's experts, too, and lets this one start when it has itself waited for the
+// router: which rows are whose is known before the wait, and weights are on their way.
 template <int FORMAT, int SUB, int R>
 __global__ void __launch_bounds__(kBlockThreads, 2) down_kernel(Experts a) {
-  wait_for_previous();
   const RowTile tile = find_tile(a.routing.first_row, a.routing.experts, static_cast<int>(blockIdx.x));
-  if (tile.count == 0) return;
+  if (tile.count == 0) return wait_for_previous();
   const int64_t first = int64_t{blockIdx.y} * R;
   const int panels = static_cast<int>(min(int64_t{R}, a.panels - first)), wide = panels * kPanel;
   Tokens tokens;
   tokens.first = tile.first;
   tokens.count = tile.count;
   uint8_t* shared = shared_memory();
-  multiply<FORMAT, SUB, R>(a.weight, tile.expert * a.panels + first, panels, a.in, tokens, shared, [] {});
+  multiply<FORMAT, SUB, R>(a.weight, tile.expert * a.panels + first, panels, a.in, tokens, shared,
+                           [] { wait_for_previous(); });
   for (int i = static_cast<int>(threadIdx.x); i < tile.count * wide; i += kBlockThreads) {
     const int j = i / wide, row = i % wide;
     a.out.f[(tile.first + j) * a.out.stride + first * kPanel + row] =
