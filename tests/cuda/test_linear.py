@@ -142,7 +142,8 @@ def test_heads(lin: Any, name: str, width: int, rest: int, rows: int) -> None:
     assert_close(out[:, :, rows : rows + rotary], want[..., :rotary], EPS * size, "rotated")
 
 
-MISTAKES = {  # in linear.cuh: what is there, what is there instead, a format that shows it
+HEADERS = [f"csrc/cuda/{name}.cuh" for name in ("linear", "products", "slabs")]
+MISTAKES = {  # in those: what is there, what is there instead, a format that shows it
     "a lane's activations of the other token": ("g = min(lane / 4, count - 1)", "g = min(lane % 8, count - 1)", "int8"),
     "scales of the neighbour rows": ("+ lane_id() / 4 * kSubs", "+ (lane_id() / 4 ^ 1) * kSubs", "int4_minimum_32"),
     "a slot of the ring too early": ("copy_async_wait<S::kSlots - 2>()", "copy_async_wait<S::kSlots - 1>()", "int8"),
@@ -154,9 +155,9 @@ MISTAKES = {  # in linear.cuh: what is there, what is there instead, a format th
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(build: Callable[..., Any], mistake: str) -> None:
     old, new, name = MISTAKES[mistake]
-    header = (ROOT / "csrc/cuda/linear.cuh").read_text()
-    assert header.count(old) == 1
-    wrong = build(*LINEAR_SOURCES, changed={"csrc/cuda/linear.cuh": header.replace(old, new)})
+    headers = {path: (ROOT / path).read_text() for path in HEADERS}
+    assert sum(text.count(old) for text in headers.values()) == 1
+    wrong = build(*LINEAR_SOURCES, changed={path: text.replace(old, new) for path, text in headers.items()})
     n, k = 16, 2700  # longer than the rings
     x, raw = normal(3, 8, k), packed(normal(4, n, k), FORMATS[name])
     exact, bound = linear_bound_of(x, raw)
