@@ -23,7 +23,7 @@ fi
 nvcc="$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)"
 if [ -z "$nvcc" ]; then
   echo "no nvcc on this machine: taking one from the package index" >&2
-  "$run" -m pip install --quiet --upgrade --target build-tools 'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-cccl>=13,<14'
+  "$run" -m pip install --quiet --upgrade --target build-tools 'nvidia-cuda-nvcc>=13,<14'
   nvcc="$(ls "$PWD"/build-tools/nvidia/cu13/bin/nvcc)"
 fi
 
