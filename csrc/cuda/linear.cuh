@@ -139,9 +139,11 @@ inline void check_activations(const Matrix& m, const Rows& in) {
          in.quantized ? "quantized" : "float32");
 }
 
-// More than 48 KB of shared memory must be asked for.
+// More than 48 KB of shared memory must be asked for, and several blocks a multiprocessor take most of what it has: the
+// rest is L1, which nothing here needs.
 template <class Kernel>
 void allow_shared(Kernel* kernel, size_t bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "shared memory");
   if (bytes > (48u << 10))
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
           "shared memory");
