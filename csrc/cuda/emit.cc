@@ -8,8 +8,6 @@ namespace pe::cuda {
 
 namespace {
 
-constexpr int kHeadRows = 32;  // rows of logits from which the weights are worth expanding for cuBLASLt
-
 Norm norm_of(const Op& op, const OpViews& v) { return {v.norm, v.norm_bias, op.d.norm_kind, op.d.eps}; }
 
 }  // namespace
@@ -197,10 +195,7 @@ void CudaProgram::emit_head(const Op& op, const OpViews& v, const Shape& shape) 
   l.out = rows_of(logits_);
   l.bias = v.bias;
   l.tokens = shape.rows;
-  if (shape.rows > kHeadRows)
-    linear_many(stream, cuda_.gemm(), l, scratch_, scratch_bytes_);
-  else
-    linear(stream, l);
+  linear_many(stream, cuda_.gemm(), l, scratch_, scratch_bytes_);
   if (op.d.softcap > 0.0f) softcap(stream, rows_of(logits_), op.d.softcap, shape.rows);
   if (!has_sample_) emit_sample(shape);  // it is what finds NaN and Inf
 }

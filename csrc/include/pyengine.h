@@ -123,9 +123,11 @@ typedef struct pe_pack_args {
 } pe_pack_args;
 
 PE_API pe_status pe_tensor_create(pe_backend* backend, const pe_tensor_desc* desc, int32_t* id); /* zero filled */
-PE_API pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_args* args);   /* PE_FORMAT on NaN/Inf */
-PE_API pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* bytes); /* header included */
-PE_API pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out);           /* [rows, K] */
+PE_API pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_args* args); /* PE_FORMAT on NaN/Inf */
+/* The host's memory, header included. A CUDA program sees what was packed since its last run, and what was written
+ * through `data` between this call and its next run. */
+PE_API pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* bytes);
+PE_API pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out); /* [rows, K] */
 PE_API pe_status pe_tensor_free(pe_backend* backend, int32_t id);
 
 /* Tensors in a file, one behind the other, headers with checksums included. Offsets are multiples of 64. */
@@ -207,7 +209,8 @@ typedef enum pe_op_kind {
   PE_OP_LATENT_APPEND, /* in place, input = [latent | key]: latent normed by norm, key rotated; cache: K = both, V =
                           the latent */
   PE_OP_TAP,           /* batch.taps[head_dim] = input; rows of experts in the order of (token, slot) */
-  PE_OP_DEQUANTIZE,    /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor */
+  PE_OP_DEQUANTIZE,    /* weight2 (PE_F32, not mapped) = weight; a baseline: no other op writes a tensor. On a device
+                          its copy there, not the host's */
   PE_OP_ROUTER,      /* output = [top_k weights | top_k expert ids] of scores(input . weight^T), bias = selection bias;
                         scratch [T, experts]. Experts are chosen by score + bias, ties to the lower id */
   PE_OP_MOE_GATE_UP, /* output [top_k rows a token] = ACT_MUL of LINEAR(weight) of each token's experts */
@@ -322,7 +325,9 @@ typedef struct pe_batch {
 
 PE_API pe_status pe_program_create(pe_backend* backend, const pe_program_desc* desc, pe_program** out);
 PE_API pe_status pe_program_run(pe_program* program, const pe_batch* batch);
-/* Nanoseconds per op, summed since the last reset, and the number and total of the runs. Any pointer may be NULL. */
+/* Nanoseconds per op, summed since the last reset, and the number and total of the runs. Any pointer may be NULL.
+ * On a CUDA device ops are timed in every 16th run of a batch's shape of up to 8 tokens, and in every larger run; what
+ * a run took on the host's clock is shared out among the ops as last timed, so that their sum is that of the runs. */
 PE_API pe_status pe_program_times(pe_program* program, uint64_t* op_ns, uint64_t* runs, uint64_t* run_ns,
                                   int32_t reset);
 /* Tokens that every expert of every router was chosen for since the last reset, router by router: [sum of experts].

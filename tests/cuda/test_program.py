@@ -20,7 +20,8 @@ from pyengine import cuda
 from pyengine._core import Backend, Format, OpKind, Program, Stage
 from pyengine.errors import CancelledError, ComputeError, RequestError, ResourceError
 from pyengine.hooks import Hooks
-from pyengine.kernel_program import Bench, PackedFormat
+from pyengine.kernel_program import Bench
+from pyengine.quantize import PackedFormat
 
 FORMATS: dict[str, dict[str, Any]] = {
     "f32": {"quant": "f32"},
@@ -47,7 +48,7 @@ def root_mean_square(values: np.ndarray) -> float:
 
 
 def ids_of(length: int, seed: int = 3) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
+    return [int(i) for i in np.random.default_rng(seed).integers(0, 97, length)]
 
 
 @pytest.fixture(scope="module")
