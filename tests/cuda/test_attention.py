@@ -110,7 +110,7 @@ def test_many_partitions(call: Any, dtype: int, heads: int, dim: int) -> None:
 
 @by_dtype
 def test_many_tokens_in_any_chunks(call: Any, dtype: int) -> None:
-    """Among more than 8 tokens, too, the bits of a row do not depend on where its tile begins, nor on other sequences."""
+    """Among more than 8 tokens, too, the bits of a row depend neither on where its tile begins nor on other rows."""
     have = Sequences(call, [300, 30], 1, 40, dtype, seed=10)
     q = normal(14, 300, 3, 40)
     for window in (None, 50):

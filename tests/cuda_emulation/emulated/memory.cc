@@ -178,7 +178,8 @@ const void* host_pointer_in(const void* bytes, size_t size) {
   for (size_t i = 0; i + sizeof(uintptr_t) <= size; i += sizeof(uintptr_t)) {
     uintptr_t word;
     memcpy(&word, static_cast<const char*>(bytes) + i, sizeof word);
-    if (word >> 32 == 0 || word >> 47 || in_device_memory(reinterpret_cast<void*>(word), 0)) continue;
+    // below 2^44 it is two numbers (AddressSanitizer maps addresses there)
+    if (word >> 44 == 0 || word >> 47 || in_device_memory(reinterpret_cast<void*>(word), 0)) continue;
     const auto low = static_cast<uint32_t>(word);
     if (low < (1u << 20) || low % 4) continue;  // a number or a bool before what pads a struct, which can be anything
     unsigned char resident;
