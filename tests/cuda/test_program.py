@@ -289,6 +289,26 @@ def test_nan_in_the_logits_is_a_compute_error(backend: Backend, value: float) ->
             run_head(program, bad, None, 40)
 
 
+def test_nan_in_a_router_names_the_layer(backend: Backend) -> None:
+    bench = Bench(1, None, backend)
+    weight = np.random.default_rng(2).standard_normal((6, LINEAR_COLS)).astype(np.float32)
+    tensor = bench.tensor(PackedFormat(Format.F32), 6, [(weight, 0, 1)])
+    hidden, out, scores = bench.buffer(LINEAR_COLS), bench.buffer(4), bench.buffer(6)
+    bench.op(OpKind.LOAD_HIDDEN, output=hidden)
+    choice = {"experts": 6, "top_k": 2, "groups": 1, "top_groups": 1}
+    bench.op(OpKind.ROUTER, input=hidden, output=out, scratch=scores, weight=tensor, layer=3, **choice)
+    program = bench.program(out, 16)
+    x = inputs(4, 5)
+    for _ in range(3):  # launched, captured, replayed
+        good = bench.show(program, x, 4, 40)
+        assert np.isfinite(good).all()
+        bad = x.copy()
+        bad[2, 7] = np.nan
+        with pytest.raises(ComputeError, match="NaN or Inf in the router of layer 3 at position 42"):
+            bench.show(program, bad, 4, 40)
+    assert_same_bits(bench.show(program, x, 4, 40), good)
+
+
 def test_bad_batches_are_refused_as_on_the_cpu(backend: Backend) -> None:
     _, program = head(backend)
     with pytest.raises(RequestError, match="batch of 65 tokens; expected 1 to 64"):
