@@ -239,6 +239,8 @@ def test_a_pool_that_cannot_grow_takes_from_the_cache(engine: pyengine.Engine, m
         ask(engine, ids_of(300, seed=seed), 1)
 
     class NoMemory:
+        device = "cpu"
+
         def kv_reserve(self, group: int, blocks: int) -> None:
             raise errors.ResourceError(f"no memory for {blocks} blocks")
 
