@@ -1,12 +1,9 @@
 """Kernels of csrc/cuda alone: compiled with a driver of flat C functions, called with numpy arrays.
 
-By default the host compiler builds them over tests/cuda_emulation; with PYENGINE_CUDA_TESTS=device nvcc does, for the
-GPU that is there. A driver (tests/cuda/*_driver.cc) copies arrays to the device and back with the helpers of driver.h.
-Its functions take int64_t, float and pointers, and return a pe_status.
-
-Whole programs and models run through `library`: the one that PYENGINE_CUDA_LIBRARY names, or else what the target
-pyengine_cuda_emulated left in a build folder. tools/checks/cuda.sh builds it and runs this folder, which the suite's
-default run leaves to it.
+By default the host compiler builds them over tests/cuda_emulation, with AddressSanitizer where PYENGINE_CUDA_TESTS is
+`sanitized`; where it is `device` nvcc does, for the GPU that is there. A driver (tests/cuda/*_driver.cc) copies arrays
+to the device and back with the helpers of driver.h. Its functions take int64_t, float and pointers, and return a
+pe_status.
 """
 
 from __future__ import annotations
@@ -30,6 +27,10 @@ EMULATION = ROOT / "tests" / "cuda_emulation"
 INCLUDES = ["-Icsrc", "-Icsrc/include", "-Itests/cuda"]
 HOST = ["g++", "-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror"]
 HOST += ["-Wno-unknown-pragmas", "-ffp-contract=off"]
+if (
+    os.environ.get("PYENGINE_CUDA_TESTS") == "sanitized"
+):  # with its libasan.so, libubsan.so and libstdc++.so in LD_PRELOAD
+    HOST += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 DEVICE = ["nvcc", "-std=c++20", "-arch=native", "--fmad=false", "-Xcompiler", "-fPIC,-Wall,-Wextra"]
 
 
