@@ -81,14 +81,15 @@ size_t CudaBackend::kv_bytes() const {
 
 // ---- rope tables ----------------------------------------------------------------------------------------------------
 
-DeviceRope::DeviceRope(const RopeTable& host)
+DeviceRope::DeviceRope(const RopeTable& host, Stream stream)
     : memory_((host.values.size() + host.q_scales.size()) * sizeof(float)),
       values_(host.values.size()),
       scales_(!host.q_scales.empty()),
       rotary_dim_(host.rotary_dim) {
   const auto copy = [&](size_t at, const std::vector<float>& from) {
     if (!from.empty())
-      check_cuda(cudaMemcpy(memory_.data() + at, from.data(), from.size() * sizeof(float), cudaMemcpyHostToDevice),
+      check_cuda(cudaMemcpyAsync(memory_.data() + at, from.data(), from.size() * sizeof(float), cudaMemcpyHostToDevice,
+                                 stream),
                  "copying a rope table");
   };
   copy(0, host.values);
@@ -102,7 +103,8 @@ Rope DeviceRope::view() const {
 
 Rope CudaBackend::rope_view(const RopeTable& table) {
   const auto found = rope_copies_.find(&table);
-  return (found != rope_copies_.end() ? found : rope_copies_.emplace(&table, DeviceRope(table)).first)->second.view();
+  return (found != rope_copies_.end() ? found : rope_copies_.emplace(&table, DeviceRope(table, stream_)).first)
+      ->second.view();
 }
 
 // ---- KV -------------------------------------------------------------------------------------------------------------
@@ -132,7 +134,8 @@ void DeviceKvGroup::reserve(int32_t blocks) {
   }
   DeviceMemory grown(wanted);
   if (!aside.empty())
-    check_cuda(cudaMemcpy(grown.data(), aside.data(), old, cudaMemcpyHostToDevice), "growing the KV cache");
+    check_cuda(cudaMemcpyAsync(grown.data(), aside.data(), old, cudaMemcpyHostToDevice, stream),
+               "growing the KV cache");
   else if (old)
     check_cuda(cudaMemcpyAsync(grown.data(), pool_.data(), old, cudaMemcpyDeviceToDevice, stream),
                "growing the KV cache");

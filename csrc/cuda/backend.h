@@ -28,7 +28,7 @@ using DeviceTensors = std::vector<std::shared_ptr<DeviceTensor>>;
 
 class DeviceRope {
  public:
-  explicit DeviceRope(const RopeTable& host);
+  DeviceRope(const RopeTable& host, Stream stream);
   Rope view() const;
 
  private:

@@ -297,7 +297,7 @@ void CudaProgram::routing(uint64_t* tokens, int64_t* count, bool reset) {
     const size_t bytes = expert_tokens_.size() * sizeof(uint64_t);
     cuda_.select();
     check_cuda(cudaMemcpy(expert_tokens_.data(), counts_, bytes, cudaMemcpyDeviceToHost), "copying routing");
-    if (reset) check_cuda(cudaMemset(counts_, 0, bytes), "clearing routing");
+    if (reset) check_cuda(cudaMemsetAsync(counts_, 0, bytes, cuda_.stream()), "clearing routing");
   }
   Program::routing(tokens, count, reset);
 }

@@ -65,7 +65,7 @@ void send_rows(const DeviceTensor& t, Staging& staging) {
   }
 }
 
-void send_packed(const DeviceTensor& t, Staging& staging, Team& team) {
+void send_packed(const DeviceTensor& t, Staging& staging, Team& team, Stream stream) {
   const Packed& w = t.packed();
   const size_t panel_bytes = repacked_bytes(w) / static_cast<size_t>(w.panels);
   const size_t unit_count = repacked_units(w);
@@ -82,7 +82,7 @@ void send_packed(const DeviceTensor& t, Staging& staging, Team& team) {
     staging.send(t.data + static_cast<size_t>(begin) * panel_bytes, static_cast<size_t>(end - begin) * panel_bytes);
   }
   if (unit_count)
-    check_cuda(cudaMemcpy(t.units, units.data(), unit_count * sizeof(float), cudaMemcpyHostToDevice),
+    check_cuda(cudaMemcpyAsync(t.units, units.data(), unit_count * sizeof(float), cudaMemcpyHostToDevice, stream),
                "copying a tensor's units");
 }
 
@@ -127,7 +127,6 @@ DeviceTensors CudaBackend::place_tensors(const std::vector<std::shared_ptr<Tenso
                                  ", beside a KV cache of " + text_of_bytes(kv_bytes()));
   const auto memory = std::make_shared<DeviceMemory>(bytes);
   if (bytes) check_cuda(cudaMemsetAsync(memory->data(), 0, bytes, stream_), "clearing memory");
-  check_cuda(cudaStreamSynchronize(stream_), "clearing memory");  // copies of units take another stream
   uint8_t* at = memory->data();
   for (const auto& copy : fresh) {
     copy->memory = memory;
@@ -144,7 +143,7 @@ void CudaBackend::upload(const DeviceTensors& tensors) {
   for (const auto& t : tensors) {
     if (!t->stale) continue;
     if (is_packed(t->packed().format))
-      send_packed(*t, staging, team);
+      send_packed(*t, staging, team, stream_);
     else
       send_rows(*t, staging);
     t->stale = false;
