@@ -161,10 +161,10 @@ inline void write_out(const LinearArgs& a, int64_t token, int64_t panel, F f) {
   simd::store(out, f);
 }
 
-// Reads the first bytes of a panel, a byte a line: the numbers in front of its data. The blocks use them bit by bit, far
-// apart from the data: so they come in the order of memory instead, and all that a thread reads is one ascending stream,
-// which the memory's own prefetchers follow without a pause (two panels side by side, or the numbers on demand, lost 15
-// to 40 % of the bandwidth).
+// Reads the first bytes of a panel, a byte a line: the numbers in front of its data. The blocks use them bit by bit,
+// far apart from the data: so they come in the order of memory instead, and all that a thread reads is one ascending
+// stream, which the memory's own prefetchers follow without a pause (two panels side by side, or the numbers on demand,
+// lost 15 to 40 % of the bandwidth).
 inline void read_ahead(const Packed& w, int64_t panel, size_t bytes) {
   const uint8_t* base = w.data + panel * w.panel_bytes;
   for (size_t i = 0; i < bytes; i += 64) {
@@ -179,8 +179,8 @@ void gemv_int(const LinearArgs& a, int64_t panel) {
   constexpr int kChains = W::kBytes || M > 4 ? 1 : 2;
   const Packed& w = *a.weight;
   const int64_t subs = (w.cols + SUB - 1) / SUB, ratio = w.group / SUB;
-  // For few tokens the minimums are summed as they come: read again after the data, from the second level and behind the
-  // stream, they held it up (Zen 4, one thread: 10 to 35 % of the bandwidth).
+  // For few tokens the minimums are summed as they come: read again after the data, from the second level and behind
+  // the stream, they held it up (Zen 4, one thread: 10 to 35 % of the bandwidth).
   constexpr bool kMinimumsFirst = W::kMinimum && M <= simd::kSelfPrefetched;
   read_ahead(w, panel, kMinimumsFirst ? w.minimum_offset : w.data_offset);
   PE_UNROLL for (int m = 0; m < M; ++m) simd::prefetch(a.out + m * a.out_stride + (panel - a.panel_begin) * kPanel);
