@@ -40,7 +40,6 @@ def test_what_cannot_be_measured(limits: Any, limit: int, work: int, passes: int
 @pytest.mark.parametrize(
     ("limit", "old", "new"),
     [
-        (READ, "from + i * kThreads", "from"),
         (INT8, "32 * rounds", "31 * rounds"),
         (READ, "step += gridDim.x", "step += 1"),
     ],

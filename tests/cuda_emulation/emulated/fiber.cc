@@ -1,8 +1,10 @@
 #include "fiber.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -83,12 +85,29 @@ namespace cuda_emulation {
 
 namespace {
 constexpr size_t kGuard = 64 << 10;  // a page of any kernel
+constexpr size_t kAllStacks = (kGuard + kStackBytes) * kStacks;
+
+char* mapped_stacks() {
+  void* p = mmap(nullptr, kAllStacks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p == MAP_FAILED) abort();
+  for (int i = 0; i < kStacks; ++i)
+    if (mprotect(static_cast<char*>(p) + i * (kGuard + kStackBytes), kGuard, PROT_NONE) != 0) abort();
+  return static_cast<char*>(p);
+}
+
+// One set in a process, though each library of kernels has this file: the guards are 4096 mappings of the 65530 that
+// Linux allows. The environment says where they are, and of which process.
 char* stacks() {
   static char* const base = [] {
-    const size_t bytes = (kGuard + kStackBytes) * kStacks;
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) abort();
-    for (int i = 0; i < kStacks; ++i) mprotect(static_cast<char*>(p) + i * (kGuard + kStackBytes), kGuard, PROT_NONE);
+    constexpr const char* kName = "PYENGINE_CUDA_EMULATION_STACKS";
+    int pid = 0;
+    void* p = nullptr;
+    const char* text = getenv(kName);
+    if (text && sscanf(text, "%d %p", &pid, &p) == 2 && pid == getpid()) return static_cast<char*>(p);
+    char mine[64];
+    p = mapped_stacks();
+    snprintf(mine, sizeof mine, "%d %p", static_cast<int>(getpid()), p);
+    setenv(kName, mine, 1);
     return static_cast<char*>(p);
   }();
   return base;
@@ -98,13 +117,12 @@ char* stacks() {
 char* fiber_stack(int index) { return stacks() + index * (kGuard + kStackBytes) + kGuard; }
 
 bool in_fiber_stack(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stacks()) <
-         (kGuard + kStackBytes) * kStacks;
+  return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stacks()) < kAllStacks;
 }
 
 bool in_fiber_guard(const void* address, int* index) {
   const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stacks());
-  if (offset >= (kGuard + kStackBytes) * kStacks) return false;
+  if (offset >= kAllStacks) return false;
   *index = static_cast<int>(offset / (kGuard + kStackBytes));
   return offset % (kGuard + kStackBytes) < kGuard;
 }
