@@ -18,10 +18,18 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) fail(PE_RESOURCE, "CUDA: %s: %s", what, cudaGetErrorString(error));
 }
 
-// kernel(args...) on a stream. The kernel may begin before the one in front has ended, so its first access to anything
-// but weights stands behind wait_for_previous(). launch_after begins when all in front has ended.
+// Whether kernels of the current device can begin before those in front have ended.
+inline bool device_overlaps() {
+  int device = 0, major = 0;
+  check(cudaGetDevice(&device), "device");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "device");
+  return major >= 9;
+}
+
+// kernel(args...) on a stream. From 9.0 the kernel may begin before the one in front has ended, so its first access to
+// anything but weights stands behind wait_for_previous(). launch_after begins when all in front has ended.
 template <class... Parameters, class... Arguments>
-void launch_with(unsigned attributes, Stream stream, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+void launch_with(bool overlaps, Stream stream, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                  size_t shared_bytes, Arguments&&... arguments) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -32,16 +40,16 @@ void launch_with(unsigned attributes, Stream stream, void (*kernel)(Parameters..
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = attributes;
+  config.numAttrs = overlaps ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), "launch");
 }
 template <class Kernel, class... Arguments>
 void launch(Stream stream, Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) {
-  launch_with(1, stream, kernel, grid, block, shared_bytes, static_cast<Arguments&&>(arguments)...);
+  launch_with(device_overlaps(), stream, kernel, grid, block, shared_bytes, static_cast<Arguments&&>(arguments)...);
 }
 template <class Kernel, class... Arguments>
 void launch_after(Stream stream, Kernel* kernel, dim3 grid, dim3 block, size_t shared_bytes, Arguments&&... arguments) {
-  launch_with(0, stream, kernel, grid, block, shared_bytes, static_cast<Arguments&&>(arguments)...);
+  launch_with(false, stream, kernel, grid, block, shared_bytes, static_cast<Arguments&&>(arguments)...);
 }
 
 #ifdef __CUDACC__

@@ -249,7 +249,7 @@ def test_a_prompt_longer_than_a_step(engine: pyengine.Engine) -> None:
         {"quant": 8},
         {"kv_dtype": 2},
         {"isa": 3},
-        {"device": None},
+        {"device": 0},
         {"quant": "int8", "int4_scheme": "minimum"},
         {"quant": "f32", "int4_scheme": "symmetric"},
         {"quant": "f32", "group_size": 32},
