@@ -56,8 +56,11 @@ cp -r pyengine "$build/site/pyengine"
 find "$build/site" -name '*.so' -delete
 cp "$build"/*.so "$build/site/pyengine/"
 root="$PWD/tests"
-if [ -n "$all" ]; then # but for tests that preload libraries of their own, or measure memory
+if [ -n "$all" ]; then # but for tests that preload libraries of their own, measure or limit memory, or start a browser
   tests=("$root" "--ignore=$root/unit/test_allocations.py" "--ignore=$root/unit/test_memory.py"
+    "--ignore=$root/unit/test_memory_growth.py" "--ignore=$root/unit/test_report_browser.py"
+    "--deselect=tests/robustness/test_report_requests.py::test_report_g12_memory_does_not_grow_with_tokens"
+    "--deselect=tests/robustness/test_report_checkpoints.py::test_report_b22_a_file_larger_than_the_address_space_is_read"
     "--ignore=$root/robustness/test_io_faults.py" "--ignore=$root/robustness/test_core_faults.py"
     "--ignore=$root/robustness/test_process_faults.py" "--ignore=$root/unit/test_core_program.py")
 else
