@@ -16,6 +16,7 @@ from golden.golden_cases import CONFIGS
 import pyengine
 from pyengine.cli.main import main
 from pyengine.errors import ModelFormatError, ModelNotFoundError, PyEngineError, UnsupportedModelError
+from pyengine.gguf_checkpoint import open_checkpoint
 from pyengine.gguf_file import open_header
 
 U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
@@ -136,6 +137,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("good") / "m.gguf"
     tiny_gguf.write(path, CONFIGS["llama"], tiny_tensors(CONFIGS["llama"]), kind="F16")
     return path.read_bytes()
+
+
+def test_a_file_that_is_refused_is_closed(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(good[:100])
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: "):
+        open_checkpoint(path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_cut_anywhere(good: bytes, tmp_path: Path) -> None:

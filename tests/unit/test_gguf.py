@@ -99,6 +99,15 @@ def test_a_chunk_border_inside_a_tensor_shows_nowhere(tmp_path: Path, monkeypatc
                 checkpoint.read_range("token_embd.weight", begin, end)
 
 
+def test_rows_of_a_quantized_tensor(tmp_path: Path) -> None:
+    path, _ = pair(tmp_path, LLAMA, kind="Q8_0")
+    with open_checkpoint(path) as checkpoint:
+        name = "token_embd.weight"
+        whole = checkpoint.read(name)
+        assert checkpoint.read_rows(name, np.array([3, 1])).tobytes() == whole[[3, 1]].tobytes()
+        assert checkpoint.read_rows(name, np.array([], int)).shape == (0, whole.shape[1])
+
+
 @pytest.mark.parametrize(
     ("kind", "quant"), [("Q4_0", "int4"), ("Q4_1", "int4"), ("Q4_K", "int4"), ("Q5_K", "int8"), ("Q8_0", "int8"),
                         ("BF16", "int8"), ("F32", "int8")]
