@@ -40,5 +40,5 @@ else
 fi
 "$run" tools/checks/cuda_coverage.py || failed=1
 "$run" tools/checks/gpu_check.py $tiny || failed=1
-[ "$failed" = 0 ] && echo "tests passed" || echo "TESTS FAILED, see above"
+[ "$failed" = 0 ] && echo "all checks passed" || echo "CHECKS FAILED, see above"
 exit "$failed"
