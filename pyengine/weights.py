@@ -144,6 +144,7 @@ def load_weights(
     else:
         weights.embed = pack_rows(packer, "model.embed_tokens.weight")
         weights.lm_head = pack_table(packer, "lm_head.weight", quantization.head, importance_of_head)
+    backend.tensors_gather(list(weights.tensors))
     weights.count_bytes(backend)
     checkpoint.verify_unchanged()
     if progress is not None:

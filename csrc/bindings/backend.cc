@@ -102,6 +102,10 @@ py::array_t<float> tensor_dequantize(Backend& b, int32_t id) {
   return out;
 }
 
+void tensors_gather(Backend& b, const std::vector<int32_t>& ids) {
+  b.check(b.api.tensors_gather(b.handle, ids.data(), static_cast<int32_t>(ids.size())));
+}
+
 // Returns the bytes written.
 uint64_t tensors_write(Backend& b, int fd, uint64_t offset, std::vector<int32_t> ids) {
   pe_tensor_file file{};
@@ -206,6 +210,7 @@ void bind_backend(py::module_& m) {
       .def("tensor_dequantize", &tensor_dequantize, py::arg("id"))
       .def(
           "tensor_free", [](Backend& b, int32_t id) { b.check(b.api.tensor_free(b.handle, id)); }, py::arg("id"))
+      .def("tensors_gather", &tensors_gather, py::arg("ids"))
       .def("tensors_write", &tensors_write, py::arg("fd"), py::arg("offset"), py::arg("ids"))
       .def("tensors_map", &tensors_map, py::arg("fd"), py::arg("offset"), py::arg("descs"))
       .def("rope_set", &rope_set, py::arg("id"), py::arg("table"), py::arg("q_scale") = py::none())
@@ -219,7 +224,8 @@ void bind_backend(py::module_& m) {
   py::enum_<pe_limit>(m, "Limit", py::arithmetic())
       .value("READ", PE_LIMIT_READ)
       .value("INT8", PE_LIMIT_INT8)
-      .value("F32", PE_LIMIT_F32);
+      .value("F32", PE_LIMIT_F32)
+      .value("HOP", PE_LIMIT_HOP);
   py::enum_<pe_format>(m, "Format", py::arithmetic())
       .value("F32", PE_F32)
       .value("BF16", PE_BF16)

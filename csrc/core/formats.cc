@@ -115,6 +115,16 @@ Tensor::Tensor(const pe_tensor_desc& d) : mapped_(false) {
   std::memcpy(bytes_, &header, sizeof header);
 }
 
+Tensor::Tensor(const Tensor& from, std::shared_ptr<Memory> memory, size_t offset)
+    : view_(from.view_),
+      bytes_(memory->data() + offset),
+      size_(from.size_),
+      mapped_(false),
+      memory_(std::move(memory)) {
+  std::memcpy(bytes_, from.bytes_, size_);
+  view_.data = bytes_ + sizeof(TensorHeader);
+}
+
 Tensor::Tensor(const pe_tensor_desc& d, std::shared_ptr<Memory> file, size_t offset)
     : mapped_(true), memory_(std::move(file)) {
   size_t data_bytes;

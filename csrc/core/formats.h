@@ -32,6 +32,8 @@ size_t tensor_size(const pe_tensor_desc& desc);  // bytes, header included; chec
 class Tensor {
  public:
   explicit Tensor(const pe_tensor_desc& desc);  // in a zeroed allocation of its own
+  // A copy at `offset` of memory that has room for it.
+  Tensor(const Tensor& from, std::shared_ptr<Memory> memory, size_t offset);
   // At `offset` of a mapped file that holds all of it. Throws Error(PE_FORMAT) where the header there is another's.
   Tensor(const pe_tensor_desc& desc, std::shared_ptr<Memory> file, size_t offset);
   const Packed& view() const { return view_; }

@@ -19,12 +19,7 @@
 namespace pe {
 
 namespace {
-constexpr size_t kHugePage = size_t{2} << 20, kPage = 4096;
-#if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kRedZone = kPage;  // what is read or written past the bytes asked for is reported
-#else
-constexpr size_t kRedZone = 0;
-#endif
+constexpr size_t kPage = 4096;
 }  // namespace
 
 Memory::Memory(size_t bytes) {
@@ -35,10 +30,16 @@ Memory::Memory(size_t bytes) {
   size_ = kRedZone ? bytes : mapped;
   mapped_ = mapped;
 #ifdef MADV_HUGEPAGE
-  if (mapped_ >= 2 * kHugePage) madvise(data_, mapped_, MADV_HUGEPAGE);
+  if (mapped_ >= kHugePage) madvise(data_, mapped_, MADV_HUGEPAGE);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(data_ + size_, mapped_ - size_);
+#endif
+}
+
+void Memory::fence([[maybe_unused]] size_t at) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(data_ + at, kRedZone);
 #endif
 }
 

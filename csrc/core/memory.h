@@ -9,6 +9,12 @@
 namespace pe {
 
 constexpr size_t kAlign = 64;
+constexpr size_t kHugePage = size_t{2} << 20;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kRedZone = 4096;  // what is read or written there, behind what was asked for, is reported
+#else
+constexpr size_t kRedZone = 0;
+#endif
 
 constexpr size_t align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -30,6 +36,7 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
+  void fence(size_t at);  // the kRedZone bytes there are nobody's
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
 

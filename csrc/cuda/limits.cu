@@ -158,6 +158,7 @@ void measure_compute(Stream stream, const pe_limit_args& a, const Device& device
 
 void measure_limit(Stream stream, const pe_limit_args& a) {
   if (a.limit < 0 || a.limit >= PE_LIMIT_COUNT) fail(PE_REQUEST, "limit %d is unknown", a.limit);
+  if (a.limit == PE_LIMIT_HOP) fail(PE_UNSUPPORTED, "limit %d is one between threads of a CPU", a.limit);
   const int64_t most = a.limit == PE_LIMIT_READ ? kMaxRead : kMaxOps;
   if (a.work < 1 || a.work > most || a.passes < 1 || a.passes > kMaxPasses)
     fail(PE_REQUEST, "work %lld in %d passes; expected 1 to %lld in 1 to %d", static_cast<long long>(a.work), a.passes,

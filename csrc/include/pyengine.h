@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define PE_ABI_VERSION 2
+#define PE_ABI_VERSION 3
 #define PE_LAYOUT_VERSION 1 /* of tensors in memory and on disk: docs/packed_formats.md */
 
 typedef enum pe_status {
@@ -74,15 +74,17 @@ typedef enum pe_limit {
   PE_LIMIT_READ = 0, /* bytes read from memory, each thread its own part of a buffer made for it */
   PE_LIMIT_INT8,     /* operations of int8 dot products in registers; a multiply-add is two */
   PE_LIMIT_F32,      /* the same with float32 */
+  PE_LIMIT_HOP, /* a cache line handed from thread to thread in a ring; PE_UNSUPPORTED with one thread, on a device */
   PE_LIMIT_COUNT
 } pe_limit;
 
 typedef struct pe_limit_args {
   uint32_t struct_size;
-  int32_t limit;      /* pe_limit */
-  int64_t work;       /* of a pass, all threads together, rounded up: bytes (up to 2^32), or operations (up to 2^48) */
+  int32_t limit; /* pe_limit */
+  int64_t
+      work; /* of a pass, all threads together, rounded up: bytes or hops (up to 2^32), or operations (up to 2^48) */
   int32_t passes;     /* 1..10000 */
-  double* per_second; /* [passes]: bytes or operations per second of each pass */
+  double* per_second; /* [passes]: bytes, operations or hops per second of each pass */
 } pe_limit_args;
 
 PE_API pe_status pe_limit_measure(pe_backend* backend, const pe_limit_args* args);
@@ -129,6 +131,9 @@ PE_API pe_status pe_tensor_pack(pe_backend* backend, int32_t id, const pe_pack_a
 PE_API pe_status pe_tensor_data(pe_backend* backend, int32_t id, void** data, size_t* bytes);
 PE_API pe_status pe_tensor_dequantize(pe_backend* backend, int32_t id, float* out); /* [rows, K] */
 PE_API pe_status pe_tensor_free(pe_backend* backend, int32_t id);
+/* Moves tensors of less than 16 MiB side by side into memory of their own, in huge pages where there are any: a tensor
+ * alone gets those from 2 MiB on. Mapped tensors stay. What `data` gave of them is no longer theirs. */
+PE_API pe_status pe_tensors_gather(pe_backend* backend, const int32_t* ids, int32_t count);
 
 /* Tensors in a file, one behind the other, headers with checksums included. Offsets are multiples of 64. */
 typedef struct pe_tensor_file {

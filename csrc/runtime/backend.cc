@@ -76,6 +76,28 @@ const Tensor& pe_backend::tensor(int32_t id) const { return find(tensors, id, "t
 const RopeTable& pe_backend::rope(int32_t id) const { return find(ropes, id, "rope table"); }
 KvGroup& pe_backend::kv(int32_t id) const { return find(kv_groups, id, "KV group"); }
 
+void pe_backend::gather_tensors(const int32_t* ids, int32_t count) {
+  constexpr size_t kAlone = 8 * kHugePage;  // from here on a tensor's own huge pages are nearly all of it
+  std::vector<int32_t> moved;
+  size_t bytes = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const Tensor& t = tensor(ids[i]);
+    if (!t.writable() || t.size() >= kAlone) continue;
+    moved.push_back(ids[i]);
+    bytes += align_up(t.size(), kAlign) + kRedZone;
+  }
+  if (moved.empty()) return;
+  const auto memory = std::make_shared<Memory>(bytes);
+  size_t at = 0;
+  for (const int32_t id : moved) {  // each old one goes before the next page is touched
+    auto& place = tensors[static_cast<size_t>(id)];
+    place = std::make_shared<Tensor>(*place, memory, at);
+    at += align_up(place->size(), kAlign);
+    memory->fence(at);
+    at += kRedZone;
+  }
+}
+
 void pe_backend::pack(int32_t id, const pe_pack_args& a) {
   const Packed& t = tensor(id).view();
   if (!tensor(id).writable()) fail(PE_REQUEST, "tensor %d is mapped from a file, read-only", id);

@@ -54,6 +54,7 @@ struct pe_backend {
 
   void pack(int32_t id, const pe_pack_args& args);
   void dequantize(int32_t id, float* out);
+  void gather_tensors(const int32_t* ids, int32_t count);
   uint64_t write_tensors(const pe_tensor_file& file);  // bytes written
   std::vector<std::shared_ptr<pe::Tensor>> map_tensors(const pe_tensor_file& file);
 

@@ -155,6 +155,14 @@ pe_status pe_tensor_free(pe_backend* backend, int32_t id) {
   });
 }
 
+pe_status pe_tensors_gather(pe_backend* backend, const int32_t* ids, int32_t count) {
+  return guarded([&] {
+    check_pointer(backend, "backend");
+    if (count < 0) fail(PE_REQUEST, "%d tensors", count);
+    if (count > 0) check_pointer(ids, "ids");
+    backend->gather_tensors(ids, count);
+  });
+}
 pe_status pe_tensors_write(pe_backend* backend, const pe_tensor_file* file, uint64_t* bytes) {
   return guarded([&] {
     check_pointer(backend, "backend");

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kMaxRead = int64_t{1} << 32, kMaxOps = int64_t{1} << 48;
 constexpr int32_t kMaxPasses = 10000;
+constexpr int kSpins = 2000;  // in front of a line that another thread has; then that thread may need this CPU
 
 // Runs body(thread, pass) `passes` times on all threads at once, after ready(thread, pass); per_second[i] = work /
 // seconds of pass i. A thread that slept at the barrier takes longer to wake than a pass may take: the start is waited
@@ -40,7 +41,8 @@ void time_passes(Team& team, const pe_limit_args& a, double work, Ready&& ready,
 
 void CpuBackend::measure(const pe_limit_args& a) {
   if (a.limit < 0 || a.limit >= PE_LIMIT_COUNT) fail(PE_REQUEST, "limit %d is unknown", a.limit);
-  const int64_t most = a.limit == PE_LIMIT_READ ? kMaxRead : kMaxOps;
+  const bool compute = a.limit == PE_LIMIT_INT8 || a.limit == PE_LIMIT_F32;
+  const int64_t most = compute ? kMaxOps : kMaxRead;
   if (a.work < 1 || a.work > most || a.passes < 1 || a.passes > kMaxPasses)
     fail(PE_REQUEST, "work %lld in %d passes; expected 1 to %lld in 1 to %d", static_cast<long long>(a.work), a.passes,
          static_cast<long long>(most), kMaxPasses);
@@ -59,6 +61,21 @@ void CpuBackend::measure(const pe_limit_args& a) {
     time_passes(team, a, static_cast<double>(bytes * threads), ready, [&](int thread, int64_t pass) {
       // the best pass counts, and processors differ in whether software prefetch helps
       if (kernels.probe_read(part(thread), bytes, pass % 2 != 0) != bytes / 4) wrong = true;
+    });
+  } else if (a.limit == PE_LIMIT_HOP) {
+    if (threads < 2) fail(PE_UNSUPPORTED, "a line goes from thread to thread; this backend has one");
+    struct alignas(2 * kAlign) {  // no neighbour in the pair of lines that may be fetched together
+      std::atomic<int64_t> turn{0};
+    } line;
+    const int64_t rounds = units(1);
+    const auto ready = [](int, int64_t) {};
+    time_passes(team, a, static_cast<double>(rounds * threads), ready, [&](int thread, int64_t pass) {
+      for (int64_t r = 0; r < rounds; ++r) {
+        const int64_t mine = (pass * rounds + r) * threads + thread;
+        for (int spins = 0; line.turn.load(std::memory_order_acquire) != mine; ++spins)
+          if (spins > kSpins) std::this_thread::yield();
+        line.turn.store(mine + 1, std::memory_order_release);
+      }
     });
   } else {
     const bool int8 = a.limit == PE_LIMIT_INT8;

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "core/checksum.h"
+#include "core/memory.h"
 #include "core/status.h"
 #include "runtime/backend.h"
 
@@ -60,15 +61,15 @@ bool populate(int fd, uint64_t offset, const uint8_t* data, size_t bytes) {
   return true;
 }
 
-void write_all(int fd, uint64_t offset, iovec* parts, int count) {
+void write_all(int fd, uint64_t offset, iovec* parts, size_t count) {
   while (count > 0) {
-    const ssize_t done = pwritev(fd, parts, count, static_cast<off_t>(offset));
+    const ssize_t done = pwritev(fd, parts, static_cast<int>(count), static_cast<off_t>(offset));
     if (done < 0 && errno == EINTR) continue;
     if (done <= 0)
       fail(PE_RESOURCE, "%s at byte %llu", std::strerror(done < 0 ? errno : ENOSPC),
            static_cast<unsigned long long>(offset));
     offset += static_cast<uint64_t>(done);
-    auto left = static_cast<size_t>(done);  // a call writes 2 GiB at most, and may write less than it was given
+    auto left = static_cast<size_t>(done);  // a call may write less than it was given
     for (; count > 0 && left >= parts->iov_len; --count) left -= parts++->iov_len;
     if (count == 0) return;
     parts->iov_base = static_cast<uint8_t*>(parts->iov_base) + left;
@@ -76,11 +77,45 @@ void write_all(int fd, uint64_t offset, iovec* parts, int count) {
   }
 }
 
+// Writes what it is given one behind the other, a huge page of the file per call: a file system with large folios
+// (Linux: ext4 from 6.16, xfs from 5.18) then keeps it in huge pages, and a map of it reads as fast as other memory.
+// From pages of 4 KiB a decode step reads 6 to 16 % slower (Zen 4). What is added must stay until `flush`.
+class FileWriter {
+ public:
+  FileWriter(int fd, uint64_t offset) : fd_(fd), offset_(offset) {}
+
+  void add(void* data, size_t bytes) {
+    auto* from = static_cast<uint8_t*>(data);
+    while (bytes > 0) {
+      const size_t part = std::min(bytes, kHugePage - static_cast<size_t>((offset_ + pending_) % kHugePage));
+      parts_.push_back({from, part});
+      from += part;
+      bytes -= part;
+      pending_ += part;
+      if ((offset_ + pending_) % kHugePage == 0 || parts_.size() == kMostParts) flush();
+    }
+  }
+  void flush() {
+    write_all(fd_, offset_, parts_.data(), parts_.size());
+    offset_ += pending_;
+    pending_ = 0;
+    parts_.clear();
+  }
+  uint64_t offset() const { return offset_; }
+
+ private:
+  static constexpr size_t kMostParts = 1024;  // of a call, IOV_MAX
+  int fd_;
+  uint64_t offset_, pending_ = 0;
+  std::vector<iovec> parts_;
+};
+
 }  // namespace
 
 uint64_t pe_backend::write_tensors(const pe_tensor_file& file) {
-  uint64_t offset = file.offset;
-  for (int32_t i = 0; i < file.count; ++i) {
+  FileWriter writer(file.fd, file.offset);
+  std::vector<TensorHeader> headers(static_cast<size_t>(file.count));
+  for (size_t i = 0; i < headers.size(); ++i) {
     const Tensor& t = tensor(file.ids[i]);
     std::vector<Block> blocks;
     append_blocks(blocks, t);
@@ -89,14 +124,14 @@ uint64_t pe_backend::write_tensors(const pe_tensor_file& file) {
       for (size_t b; (b = next.fetch_add(1)) < blocks.size();)
         blocks[b].sum = checksum_block(blocks[b].data, blocks[b].bytes);
     });
-    TensorHeader header = t.header();
+    headers[i] = t.header();
     size_t first = 0;
-    header.checksum = combine(blocks, first, t);
-    iovec parts[2] = {{&header, sizeof header}, {t.view().data, t.size() - sizeof header}};
-    write_all(file.fd, offset, parts, 2);
-    offset += t.size();
+    headers[i].checksum = combine(blocks, first, t);
+    writer.add(&headers[i], sizeof headers[i]);
+    writer.add(t.view().data, t.size() - sizeof headers[i]);
   }
-  return offset - file.offset;
+  writer.flush();
+  return writer.offset() - file.offset;
 }
 
 std::vector<std::shared_ptr<Tensor>> pe_backend::map_tensors(const pe_tensor_file& file) {

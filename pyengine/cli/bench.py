@@ -122,7 +122,7 @@ def made_of(rows: Sequence[Row | KernelRow]) -> str:
 
 
 def machine_lines(machine: dict[str, Any]) -> str:
-    from pyengine.reports.machine import processor
+    from pyengine.reports.machine import hop_text, processor
 
     samples = machine["read_samples"]
     return (
@@ -130,6 +130,7 @@ def machine_lines(machine: dict[str, Any]) -> str:
         f"commit {machine['commit'] or 'unknown'}, {machine['compiler']}\n"
         f"limits: read {machine['read_gb_per_s']:.1f} GB/s ({min(samples):.1f} to {max(samples):.1f} in "
         f"{len(samples)} samples), int8 {machine['int8_gops']:.0f} Gop/s, float32 {machine['f32_gflops']:.0f} GFLOP/s"
+        f"{hop_text(machine)}"
     )
 
 

@@ -1,4 +1,5 @@
-"""Stage 6, machine: what this machine can do at most: read bandwidth, int8 and float32 rates; docs/benchmarking.md.
+"""Stage 6, machine: what this machine can do at most: read bandwidth, int8 and float32 rates, how far its threads are
+from each other; docs/benchmarking.md.
 
 A rate is the best of several short passes of the core's probes with the threads and the ISA of a backend: a pass that
 another process interrupted says nothing about the machine. The bandwidth is the median over longer ones: virtual
@@ -34,6 +35,7 @@ from pyengine.paths import cache_dir
 READ_BYTES, READ_PASSES = 256 << 20, 8
 FIRST_OPS, COMPUTE_PASSES = 1_000_000, 8
 COMPUTE_SECONDS = 1e-3  # of a pass
+HOPS, HOP_PASSES = 4000, 5
 QUIET = 1.25  # how far nine in ten of the read bandwidth's samples may lie apart on a quiet machine
 STEADY = 1.1  # how far a limit may lie apart before and after a run whose fraction of it counts
 FILE = "machine.json"  # in the cache folder
@@ -42,16 +44,24 @@ FILE = "machine.json"  # in the cache folder
 class Prober(Protocol):
     """What measuring needs of a backend; _core.Backend has it."""
 
+    @property
+    def threads(self) -> int: ...
+    @property
+    def device(self) -> str: ...
     def measure(self, limit: int, work: int, passes: int) -> npt.NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bandwidth in 1e9 bytes per second, rates in 1e9 operations per second; a multiply-add is two operations."""
+    """Bandwidth in 1e9 bytes per second, rates in 1e9 operations per second; a multiply-add is two operations.
+
+    hop_ns: until one thread sees what another wrote; None for one thread and on a device.
+    """
 
     read_gb_per_s: float
     int8_gops: float
     f32_gflops: float
+    hop_ns: float | None = None
 
 
 def compute_rate(backend: Prober, limit: Limit, work: dict[Limit, int]) -> float:
@@ -65,11 +75,14 @@ def compute_rate(backend: Prober, limit: Limit, work: dict[Limit, int]) -> float
 
 
 def measure(backend: Prober, work: dict[Limit, int] | None = None) -> Limits:
-    """The three limits, once: about 0.5 s, a little more without the `work` of an earlier call."""
+    """The limits, once: about 0.5 s, a little more without the `work` of an earlier call."""
     work = {} if work is None else work
     read = float(np.median(backend.measure(int(Limit.READ), READ_BYTES, READ_PASSES)))
+    hop = None
+    if backend.threads > 1 and backend.device == "cpu":
+        hop = 1e9 / float(np.median(backend.measure(int(Limit.HOP), HOPS, HOP_PASSES)))
     return Limits(
-        read / 1e9, compute_rate(backend, Limit.INT8, work) / 1e9, compute_rate(backend, Limit.F32, work) / 1e9
+        read / 1e9, compute_rate(backend, Limit.INT8, work) / 1e9, compute_rate(backend, Limit.F32, work) / 1e9, hop
     )
 
 
@@ -77,7 +90,8 @@ def median(samples: list[Limits]) -> Limits:
     def middle(name: str) -> float:
         return float(statistics.median(getattr(sample, name) for sample in samples))
 
-    return Limits(middle("read_gb_per_s"), middle("int8_gops"), middle("f32_gflops"))
+    hop = None if any(sample.hop_ns is None for sample in samples) else middle("hop_ns")
+    return Limits(middle("read_gb_per_s"), middle("int8_gops"), middle("f32_gflops"), hop)
 
 
 class Gauge:
@@ -129,7 +143,9 @@ class Gauge:
             "read_gb_per_s": limits.read_gb_per_s,
             "int8_gops": limits.int8_gops,
             "f32_gflops": limits.f32_gflops,
+            "hop_ns": limits.hop_ns,
             "read_samples": [sample.read_gb_per_s for sample in self.samples],
+            "hop_samples": [sample.hop_ns for sample in self.samples],
             "disturbed": self.disturbed(threads),
         }
 
@@ -249,6 +265,11 @@ def processor(machine: dict[str, Any]) -> str:
         return f"{machine['device_model']} ({machine['device']})"
     threads = machine["threads"]
     return f"{machine['cpu']}, {machine['isa']}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def hop_text(machine: dict[str, Any]) -> str:
+    """Of a `machine` object: how far its threads are from each other; nothing where that has no meaning."""
+    return "" if machine["hop_ns"] is None else f", thread to thread {machine['hop_ns']:.0f} ns"
 
 
 def reader(device: str, threads: int) -> tuple[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyengine.reports.machine import processor
+from pyengine.reports.machine import hop_text, processor
 from pyengine.reports.tables import facts, share, short, table
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def about(p: Profile) -> list[tuple[str, str]]:
         (
             "machine",
             f"{processor(m)}: read {m['read_gb_per_s']:.1f} GB/s, int8 "
-            f"{m['int8_gops']:.0f} Gop/s, float32 {m['f32_gflops']:.0f} GFLOP/s",
+            f"{m['int8_gops']:.0f} Gop/s, float32 {m['f32_gflops']:.0f} GFLOP/s"
+            f"{hop_text(m)}",
         ),
         *([("not quiet", m["disturbed"])] if m["disturbed"] else []),
         (

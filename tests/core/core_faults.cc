@@ -241,6 +241,11 @@ std::vector<Step> steps() {
       {"run", [](State& s) { return run(s.linear, row.data(), 0, 1, s.products); }},
       {"prefill", [](State& s) { return run(s.attention, hidden.data(), 0, kContext - 1, s.heads); }},
       {"decode", [](State& s) { return run(s.attention, hidden.data(), kContext - 1, 1, s.last); }},
+      {"gather",
+       [](State& s) {
+         const int32_t ids[] = {s.weight, s.floats};
+         return pe_tensors_gather(s.backend, ids, 2);
+       }},
       {"write",
        [](State& s) {
          int32_t ids[] = {s.weight, s.floats};

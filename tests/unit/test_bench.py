@@ -46,20 +46,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class FakeProber:
-    """A machine of 40 GB/s, 900 Gop/s and 200 GFLOP/s whose first pass is always disturbed."""
+    """A machine of 40 GB/s, 900 Gop/s, 200 GFLOP/s and 50 ns whose first pass is always disturbed."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 2, device: str = "cpu") -> None:
+        self.threads, self.device = threads, device
         self.calls: list[tuple[int, int, int]] = []
 
     def measure(self, limit: int, work: int, passes: int) -> np.ndarray:
         self.calls.append((limit, work, passes))
-        rate = {0: 40e9, 1: 900e9, 2: 200e9}[limit]
-        return np.array([rate / 3] + [rate] * (passes - 2) + [2 * rate if limit == 0 else rate])
+        rate = {0: 40e9, 1: 900e9, 2: 200e9, 3: 20e6}[limit]
+        return np.array([rate / 3] + [rate] * (passes - 2) + [2 * rate if limit in (0, 3) else rate])
 
 
 def test_a_rate_is_that_of_the_best_pass_the_bandwidth_the_median_and_passes_are_long_enough() -> None:
     prober = FakeProber()
-    assert machine.measure(prober) == Limits(40.0, 900.0, 200.0)
+    assert machine.measure(prober) == Limits(40.0, 900.0, 200.0, 50.0)
     reads = [call for call in prober.calls if call[0] == 0]
     assert reads == [(0, machine.READ_BYTES, machine.READ_PASSES)]
     assert [work for limit, work, _ in prober.calls if limit == 1][-1] == 900e9 * machine.COMPUTE_SECONDS
@@ -68,29 +69,43 @@ def test_a_rate_is_that_of_the_best_pass_the_bandwidth_the_median_and_passes_are
 def test_a_gauge_finds_the_length_of_passes_once() -> None:
     prober = FakeProber()
     gauge = machine.Gauge.of(prober)
-    assert gauge.sample() == Limits(40.0, 900.0, 200.0)
+    assert gauge.sample() == Limits(40.0, 900.0, 200.0, 50.0)
     first = len(prober.calls)
-    assert gauge.sample() == gauge.limits == Limits(40.0, 900.0, 200.0)
+    assert gauge.sample() == gauge.limits == Limits(40.0, 900.0, 200.0, 50.0)
     passes = machine.COMPUTE_PASSES
     assert prober.calls[first:] == [
         (0, machine.READ_BYTES, machine.READ_PASSES),
+        (3, machine.HOPS, machine.HOP_PASSES),
         (1, 900e9 * machine.COMPUTE_SECONDS, passes),
         (2, 200e9 * machine.COMPUTE_SECONDS, passes),
     ]
 
 
+@pytest.mark.parametrize(("threads", "device"), [(1, "cpu"), (2, "cuda:0")])
+def test_only_threads_of_a_cpu_are_some_way_from_each_other(threads: int, device: str) -> None:
+    prober = FakeProber(threads, device)
+    assert machine.measure(prober).hop_ns is None
+    assert 3 not in [limit for limit, _, _ in prober.calls]
+    gauge = machine.Gauge.of(prober)
+    gauge.sample()
+    record = gauge.to_json(isa="avx2", threads=threads)
+    assert (record["hop_ns"], record["hop_samples"], machine.hop_text(record)) == (None, [None], "")
+
+
 def test_a_gauge_takes_the_median_of_its_samples() -> None:
-    values = iter([Limits(30, 900, 200), Limits(10, 100, 50), Limits(32, 800, 220)])
+    values = iter([Limits(30, 900, 200, 90), Limits(10, 100, 50, 40), Limits(32, 800, 220, 200)])
     gauge = machine.Gauge(lambda: next(values))
     for _ in range(3):
         gauge.sample()
-    assert gauge.limits == Limits(30, 800, 200)
+    assert gauge.limits == Limits(30, 800, 200, 90)
     record = gauge.to_json(isa="avx2", threads=2)
     assert record.keys() >= MACHINE_KEYS
     assert (record["isa"], record["threads"], record["read_gb_per_s"]) == ("avx2", 2, 30)
     assert record["version"] == pyengine.__version__
     assert date.fromisoformat(record["date"]) <= date.today() + timedelta(days=1)
     assert record["read_samples"] == [30, 10, 32]
+    assert (record["hop_ns"], record["hop_samples"]) == (90, [90, 40, 200])
+    assert machine.hop_text(record) == ", thread to thread 90 ns"
     assert "from 12.0 to 31.8 GB/s" in str(record["disturbed"]) or "other threads" in str(record["disturbed"])
 
 

@@ -124,7 +124,7 @@ def test_bytes_at_both_ends_never_saturate(c: Client, isa: str, name: str, byte:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("limit", ["READ", "INT8", "F32"])
+@pytest.mark.parametrize("limit", ["READ", "INT8", "F32", "HOP"])
 def test_limits_are_measured_pass_by_pass(c: Client, isa: str, limit: str) -> None:
     """Every pass is written, nothing else is. That the probes do their work the core checks itself, by their sums."""
     backend = c.backend(isa, threads=2)
@@ -142,11 +142,12 @@ def test_limits_that_cannot_be_measured(c: Client, backend: Any) -> None:
     lib, null, rates = c.lib, c.ffi.NULL, c.array(np.zeros(1), "double*")
     good = {"limit": lib.PE_LIMIT_READ, "work": 1 << 20, "passes": 1, "per_second": rates}
     for change, says in (
-        ({"limit": 3}, "limit 3 is unknown"),
+        ({"limit": 4}, "limit 4 is unknown"),
         ({"limit": -1}, "limit -1"),
         ({"work": 0}, "work 0 in 1 passes"),
         ({"work": (1 << 32) + 1}, "expected 1 to 4294967296"),
         ({"limit": lib.PE_LIMIT_F32, "work": (1 << 48) + 1}, "expected 1 to 281474976710656"),
+        ({"limit": lib.PE_LIMIT_HOP, "work": (1 << 32) + 1}, "expected 1 to 4294967296"),
         ({"passes": 0}, "in 0 passes"),
         ({"passes": 10001}, "in 1 to 10000"),
         ({"per_second": null}, "per_second is NULL"),
@@ -155,6 +156,10 @@ def test_limits_that_cannot_be_measured(c: Client, backend: Any) -> None:
         c.bad(lib.pe_limit_measure(backend, c.struct("pe_limit_args", **{**good, **change})), REQUEST, says)
     c.bad(lib.pe_limit_measure(null, c.struct("pe_limit_args", **good)), REQUEST, "backend is NULL")
     c.bad(lib.pe_limit_measure(backend, null), REQUEST, "args is NULL")
+    alone = c.backend(ISAS[0], threads=1)
+    hop = c.struct("pe_limit_args", **{**good, "limit": lib.PE_LIMIT_HOP})
+    c.bad(lib.pe_limit_measure(alone, hop), UNSUPPORTED, "this backend has one")
+    lib.pe_backend_destroy(alone)
 
 
 # ---- wrong calls -----------------------------------------------------------------------------------------------------
@@ -361,6 +366,50 @@ def test_rope_tables_and_kv_groups(c: Client, backend: Any) -> None:
     c.good(lib.pe_kv_create(backend, int8, i32))
     c.good(lib.pe_kv_block_bytes(backend, i32[0], size))
     assert size[0] == 2 * 3 * 32 * ((8 + 4) + (32 + 4))  # keys are padded to 4 columns; a scale each
+
+
+def test_tensors_are_gathered(c: Client, backend: Any) -> None:
+    """They keep their bits and can be written; a program that had one goes on with what it had."""
+    weights, x = [normal(seed, 32, 64) for seed in (1, 2)], normal(3, 1, 64)
+    tensors = [c.tensor(backend, c.lib.PE_INT8, 32, 64, 64) for _ in weights]
+    big = c.tensor(backend, c.lib.PE_ROWS_F32, 4 << 10, 1 << 10)  # with its header over 16 MiB: it stays
+
+    def run(program: Any) -> np.ndarray:
+        y = np.empty((1, 32), np.float32)
+        c.good(c.lib.pe_program_run(program, c.batch(x, y)))
+        return y
+
+    def program(tensor: int) -> Any:
+        return c.program(backend, c.linear_ops(tensor), [(0, 64), (1, 64), (0, 32)], 1)
+
+    def addresses() -> list[int]:
+        return [c.data(backend, tensor).ctypes.data for tensor in (*tensors, big)]
+
+    for tensor, weight in zip(tensors, weights, strict=True):
+        c.good(c.lib.pe_tensor_pack(backend, tensor, c.pack_args(weight)))
+    first = program(tensors[0])
+    before, there = [c.data(backend, tensor).copy() for tensor in tensors], addresses()
+    ids = c.ffi.new("int32_t[]", [tensors[1], tensors[0], big, tensors[1]])
+    c.good(c.lib.pe_tensors_gather(backend, ids, 4))
+    now = addresses()
+    assert now[2] == there[2]
+    assert not {now[0], now[1]} & set(there)
+    assert abs(now[0] - now[1]) < 1 << 14
+    for tensor, bits in zip(tensors, before, strict=True):
+        assert_same_bits(c.data(backend, tensor), bits, "data")
+    c.good(c.lib.pe_tensor_pack(backend, tensors[0], c.pack_args(weights[1])))
+    assert_same_bits(run(first), kernels.linear(x, weights[0]), "the program from before")
+    after = program(tensors[0])
+    assert_same_bits(run(after), kernels.linear(x, weights[1]), "a new program")
+    for made in (first, after):
+        c.lib.pe_program_destroy(made)
+
+    c.good(c.lib.pe_tensors_gather(backend, c.ffi.NULL, 0))
+    c.bad(c.lib.pe_tensors_gather(backend, c.ffi.NULL, 1), REQUEST, "ids is NULL")
+    c.bad(c.lib.pe_tensors_gather(backend, ids, -1), REQUEST, "-1 tensors")
+    ids[1] = 99
+    c.bad(c.lib.pe_tensors_gather(backend, ids, 2), REQUEST, "tensor 99 does not exist")
+    c.bad(c.lib.pe_tensors_gather(c.ffi.NULL, ids, 1), REQUEST, "backend is NULL")
 
 
 def test_tensors_go_to_a_file_and_back(c: Client, backend: Any, tmp_path: Path) -> None:
