@@ -51,6 +51,14 @@ struct QuantView {
   int64_t groups;           // row stride of the arrays above (twice that for the halves)
 };
 
+struct QuantizeArgs {  // columns [begin, end) of rows [row, row + rows) of `out`; begin is a multiple of 64
+  const float* x;      // of the first row and column
+  int64_t x_stride;    // values between rows
+  int64_t begin, end;
+  const QuantView* out;
+  int64_t row, rows;
+};
+
 struct LinearArgs {
   const Packed* weight;
   int64_t panel_begin, panel_end;
@@ -116,8 +124,7 @@ struct KernelTable {
   void (*rms_norm)(const float* x, const float* w, float* y, int64_t n, float eps);
   // y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * w + b; b may be nullptr, x and y may be the same
   void (*layer_norm)(const float* x, const float* w, const float* b, float* y, int64_t n, float eps);
-  // one row: columns [begin, end) of x into the groups of `out` at row; begin is a multiple of 64
-  void (*quantize)(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row);
+  void (*quantize)(const QuantizeArgs* args);
   void (*linear)(const LinearArgs* args);
   void (*dequantize)(const Packed* weight, int64_t panel, float* out);  // as a panel of PE_F32: [cols][16]
   void (*add)(const float* x, float* y, int64_t n, float factor);       // y += factor * x

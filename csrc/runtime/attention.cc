@@ -116,8 +116,8 @@ bool heads_fill_groups(const Op& op) { return int64_t{op.group_heads} * op.kv->d
 void CpuProgram::quantize_heads(const Op& op, const TokenTile& tile, int64_t group) {
   if (op.d.kind == PE_OP_ATTENTION || !heads_fill_groups(op)) return;
   const int64_t columns = int64_t{op.group_heads} * op.kv->desc().v_dim, begin = group * columns;
-  for (int64_t t = tile.begin; t < tile.end; ++t)
-    k_.quantize(op.scratch->row(t), begin, begin + columns, &op.output->quant, t);
+  quantize_rows(op.scratch->row(tile.begin) + begin, op.scratch->stride, begin, begin + columns, *op.output, tile.begin,
+                tile.end - tile.begin);
 }
 
 void CpuProgram::attend_tile(const Op& op, const TokenTile& tile, int64_t group, int thread) {
@@ -213,9 +213,11 @@ void CpuProgram::attention(const Op& op, int thread) {
   const int64_t parts = (op.output->width + kActGroup - 1) / kActGroup;
   const int64_t chunk = batch_->tokens > kSplitTokens ? parts : std::max<int64_t>(1, parts / backend_.team.size());
   for (int64_t i; (i = counter_.fetch_add(chunk, std::memory_order_relaxed)) < batch_->tokens * parts;) {
-    for (int64_t j = i; j < std::min(i + chunk, batch_->tokens * parts); ++j) {
+    const int64_t end = std::min(i + chunk, batch_->tokens * parts);
+    for (int64_t j = i, next; j < end; j = next) {  // a part of a row
       const int64_t t = j / parts, column = j % parts * kActGroup;
-      k_.quantize(op.scratch->row(t), column, std::min(column + kActGroup, op.output->width), &op.output->quant, t);
+      next = std::min(end, (t + 1) * parts);
+      quantize_rows(op.scratch->row(t) + column, 0, column, column + (next - j) * kActGroup, *op.output, t, 1);
     }
   }
 }

@@ -63,6 +63,11 @@ class CpuProgram final : public Program {
   void load_hidden(const Op& op, int64_t token, int thread);
   void norm(const Op& op, int64_t token, int thread) { norm_to(op, token, *op.output, token, thread); }
   void quantize(const Op& op, int64_t token, int thread);
+  // Columns [begin, end), as far as there are so many, of `rows` rows that lie x_stride apart, into rows of `out`.
+  void quantize_rows(const float* x, int64_t x_stride, int64_t begin, int64_t end, const Buffer& out, int64_t row,
+                     int64_t rows);
+  void activate(void (*act)(const float*, float*, int64_t, int32_t), const float* sums, int64_t sums_stride,
+                int64_t wide, int32_t activation, const Buffer& out, int64_t column, int64_t row, int64_t rows);
   void add(const Op& op, int64_t token, int thread);
   void norm_residual(const Op& op, int64_t token, int thread);
   void act_mul(const Op& op, int64_t token, int thread);

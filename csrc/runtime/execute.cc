@@ -149,11 +149,17 @@ void CpuProgram::norm_to(const Op& op, int64_t t, const Buffer& out, int64_t row
   if (!out.quantized) return normalize(op, x, out.row(row), width);
   float* normed = reinterpret_cast<float*>(thread_scratch(thread));
   normalize(op, x, normed, width);
-  k_.quantize(normed, 0, width, &out.quant, row);
+  quantize_rows(normed, 0, 0, width, out, row, 1);
+}
+
+void CpuProgram::quantize_rows(const float* x, int64_t x_stride, int64_t begin, int64_t end, const Buffer& out,
+                               int64_t row, int64_t rows) {
+  const QuantizeArgs args{x, x_stride, begin, std::min(end, out.width), &out.quant, row, rows};
+  k_.quantize(&args);
 }
 
 void CpuProgram::quantize(const Op& op, int64_t t, int) {
-  k_.quantize(op.input->row(t), 0, op.input->width, &op.output->quant, t);
+  quantize_rows(op.input->row(t), 0, 0, op.input->width, *op.output, t, 1);
 }
 
 void CpuProgram::add(const Op& op, int64_t t, int) {
@@ -312,6 +318,23 @@ void CpuProgram::dequantize(const Op& op, int thread) {
   });
 }
 
+// 64 columns of a hidden layer, from the sums of `rows` tokens: activated, and rounded where the buffer is int8.
+void CpuProgram::activate(void (*act)(const float*, float*, int64_t, int32_t), const float* sums, int64_t sums_stride,
+                          int64_t wide, int32_t activation, const Buffer& out, int64_t column, int64_t row,
+                          int64_t rows) {
+  constexpr int64_t kRows = 16;
+  if (!out.quantized) {
+    for (int64_t r = 0; r < rows; ++r) act(sums + r * sums_stride, out.row(row + r) + column, wide, activation);
+    return;
+  }
+  float values[kRows * kActGroup];
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t some = std::min(kRows, rows - first);
+    for (int64_t r = 0; r < some; ++r) act(sums + (first + r) * sums_stride, values + r * kActGroup, wide, activation);
+    quantize_rows(values, kActGroup, column, column + kActGroup, out, row + first, some);
+  }
+}
+
 // The first matrix (gate and up, or up alone) for 64 intermediate columns at a time: the float sums stay in this
 // thread's cache, and leave it as one finished group of int8 (or as floats, for float weights). Then down, after one
 // barrier.
@@ -326,12 +349,7 @@ void CpuProgram::ffn(const Op& op, int thread) {
       const int64_t first = u * columns / kPanel, last = std::min(first + columns / kPanel, op.weight->panels);
       linear_range(*op.weight, in, op.bias, first, last, sums, columns, 0.0f, tokens, thread);
       const int64_t column = u * kActGroup, wide = (last - first) / sides * kPanel;
-      for (int64_t t = 0; t < tokens; ++t) {
-        float values[kActGroup];
-        float* out = h.quantized ? values : h.row(t) + column;
-        (gated ? k_.act_mul : k_.act)(sums + t * columns, out, wide, op.d.activation);
-        if (h.quantized) k_.quantize(values - column, column, std::min(column + kActGroup, h.width), &h.quant, t);
-      }
+      activate(gated ? k_.act_mul : k_.act, sums, columns, wide, op.d.activation, h, column, 0, tokens);
     }
   };
   share(units, 1, thread, first_matrix, tokens <= kGemvTokens);

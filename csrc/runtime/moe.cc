@@ -145,12 +145,7 @@ void CpuProgram::moe_gate_up(const Op& op, const Buffer& act, int thread) {
       linear_range(*op.weight, tokens > 1 ? rows_from(op.gathered, row) : *op.input, nullptr, base + first, base + last,
                    sums, kColumns, 0.0f, rows, thread);
       const int64_t column = unit * kActGroup, wide = (last - first) / 2 * kPanel;
-      for (int64_t r = row; r < row + rows; ++r) {
-        float values[kActGroup];
-        float* out = act.quantized ? values : act.row(r) + column;
-        k_.act_mul(sums + (r - row) * kColumns, out, wide, op.d.activation);
-        if (act.quantized) k_.quantize(values - column, column, std::min(column + kActGroup, act.width), &act.quant, r);
-      }
+      activate(k_.act_mul, sums, kColumns, wide, op.d.activation, act, column, row, rows);
     }
   };
   share(static_cast<int64_t>(active_.size()) * units, 1, thread, body, tokens <= kGemvTokens);

@@ -236,6 +236,27 @@ def test_malformed_f06_one_outlier_costs_the_precision_of_its_own_group_only(isa
 
 
 @by_isa
+@pytest.mark.parametrize("groups", [1, 2, 3, 4, 5, 15, 16, 17, 33])
+def test_groups_of_activations_that_share_their_reductions_do_not_mix(isa: str, groups: int) -> None:
+    """16 groups of a row at once, fewer at its end: each keeps its own maximum, value apart, sums and scale."""
+    k = 64 * groups - 5
+    w = np.ones((16, k), np.float32)
+    layer = kernels.Linear(w, quant="int8", threads=1, isa=isa)
+    for g in range(groups):  # one group that differs from the others, in every place
+        columns = slice(64 * g, min(64 * g + 64, k))
+        for name, change in {
+            "large": lambda part: part * np.float32(1e4),
+            "one stands alone": lambda part: np.where(np.arange(part.size) == 3, np.float32(77), part),
+            "two of that size": lambda part: np.where(np.arange(part.size) % 50 == 3, np.float32(-77), part),
+            "zero": lambda part: np.zeros_like(part),
+            "denormal": lambda part: part * np.float32(1e-41),
+        }.items():
+            x = normal(groups, 1, k)
+            x[0, columns] = change(x[0, columns])
+            check(layer, x, f"group {g} of {groups}: {name}")
+
+
+@by_isa
 @by_format
 @pytest.mark.parametrize("top", [65504.0, float(np.finfo(np.float32).max), BF16_MAX], ids=["f16", "f32", "bf16"])
 def test_values_near_the_largest_float(isa: str, options: dict[str, Any], top: float) -> None:

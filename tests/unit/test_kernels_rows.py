@@ -121,6 +121,22 @@ def test_every_stage_of_the_gated_ffn(isa: str, options: dict[str, Any], activat
 
 @by_isa
 @by_format
+def test_what_is_wrong_with_a_token_stays_with_it(isa: str, options: dict[str, Any]) -> None:
+    """Hidden values of 16 tokens are rounded together: none sees another's NaN, Inf or maximum."""
+    weights, x = ffn_weights(5, 64, 100), normal(6, 35, 64)
+    right = kernels.swiglu_ffn(x, *weights, threads=1, isa=isa, **options)
+    for token in (0, 15, 16, 34):
+        for value in (np.nan, np.inf, 1e18):
+            changed = x.copy()
+            changed[token, 7] = value
+            y = kernels.swiglu_ffn(changed, *weights, threads=1, isa=isa, **options)
+            others = np.delete(np.arange(35), token)
+            assert_same_bits(y[others], right[others], f"{value} in token {token}")
+            assert value == 1e18 or not np.isfinite(y[token]).any()
+
+
+@by_isa
+@by_format
 def test_fused_and_unfused_give_the_same_bits(isa: str, options: dict[str, Any]) -> None:
     for hidden, inter in ((64, 172), (33, 64), (17, 1), (100, 63), (16, 257)):
         weights = ffn_weights(3, hidden, inter)

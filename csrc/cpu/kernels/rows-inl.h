@@ -1,4 +1,4 @@
-// Kernels over single rows: norm, quantize, add, activation, RoPE, argmax, gather.
+// Kernels over single rows: norm, add, activation, RoPE, argmax, gather.
 #pragma once
 
 namespace {
@@ -51,78 +51,6 @@ void layer_norm(const float* x, const float* w, const float* b, float* y, int64_
   for (; i < n; ++i) {
     const float v = (x[i] - mean) * inverse;
     y[i] = b ? __builtin_fmaf(v, w[i], b[i]) : v * w[i];
-  }
-}
-
-// The column of the one value that is over kOutlierRatio times every other of its group, else -1.
-inline int find_outlier(const float* x, const F* v, float max) {
-  F below = simd::zero();
-  for (int i = 0; i < 4; ++i) {
-    const F size = simd::abs(v[i]);
-    below = simd::max(simd::select_lt(size, simd::set1(max), size, simd::zero()), below);
-  }
-  if (!(max > kOutlierRatio * reduce_max(below))) return -1;
-  int column = -1;
-  for (int i = 0; i < kActGroup; ++i) {
-    if (__builtin_fabsf(x[i]) != max) continue;
-    if (column >= 0) return -1;  // two of that size: neither stands alone
-    column = i;
-  }
-  return column;
-}
-
-// Groups of 64: scale = max |x| / 127, q = x / scale to the nearest even. A value far above the rest of its group would
-// leave them no steps: it is kept apart and the scale is the others'. A NaN or Inf makes the scale NaN.
-void quantize(const float* x, int64_t begin, int64_t end, const QuantView* out, int64_t row) {
-  const QuantView& o = *out;
-  int8_t* q = o.q + row * o.q_stride;
-  for (int64_t k = begin; k < end; k += kActGroup) {
-    float copy[kActGroup];
-    const float* source = x + k;
-    if (end - k < kActGroup) {
-      for (int i = 0; i < kActGroup; ++i) copy[i] = k + i < end ? x[k + i] : 0.0f;
-      source = copy;
-    }
-    F v[4], amax = simd::zero(), poison = simd::zero();
-    for (int i = 0; i < 4; ++i) {
-      v[i] = simd::load(source + 16 * i);
-      amax = simd::max(amax, simd::abs(v[i]));
-      poison = simd::fma(v[i], simd::zero(), poison);
-    }
-    float max = reduce_max(amax);
-    const int64_t g = row * o.groups + k / kActGroup;
-    const int outlier = find_outlier(source, v, max);
-    o.outlier_column[row * o.outlier_stride + k / kActGroup] = static_cast<uint8_t>(outlier + 1);
-    if (outlier >= 0) {
-      o.outlier_value[g] = source[outlier];
-      if (source != copy) __builtin_memcpy(copy, source, sizeof copy);
-      copy[outlier] = 0.0f;
-      amax = simd::zero();
-      for (int i = 0; i < 4; ++i) {
-        v[i] = simd::load(copy + 16 * i);
-        amax = simd::max(amax, simd::abs(v[i]));
-      }
-      max = reduce_max(amax);
-    }
-    const float inverse = max > 0.0f ? 127.0f / max : 0.0f;
-    // a row of denormals: 127 / max overflows; such values count as 0
-    const bool tiny = !(inverse < 3.0e38f);
-    const float scale = (tiny ? 0.0f : max / 127.0f) + reduce_add(poison);
-    const F by = simd::set1(tiny ? 0.0f : inverse);
-    I sum[2] = {simd::izero(), simd::izero()};
-    for (int i = 0; i < 4; ++i) {
-      const I r = simd::round_int(simd::mul(v[i], by));
-      simd::store_low8(q + k + 16 * i, r);
-      sum[i / 2] = simd::iadd(sum[i / 2], r);
-    }
-    const int32_t first = reduce_add(sum[0]), second = reduce_add(sum[1]);
-    o.scale[g] = scale;
-    o.negative_sum32[2 * g] = -first;
-    o.negative_sum32[2 * g + 1] = -second;
-    o.negative_sum64[g] = -(first + second);
-    o.scaled_sum32[2 * g] = scale * static_cast<float>(first);
-    o.scaled_sum32[2 * g + 1] = scale * static_cast<float>(second);
-    o.scaled_sum64[g] = scale * static_cast<float>(first + second);
   }
 }
 

@@ -12,6 +12,7 @@ using namespace pe;
 // clang-format off
 #include "cpu/kernels/math-inl.h"
 #include "cpu/kernels/rows-inl.h"
+#include "cpu/kernels/quantize-inl.h"
 #include "cpu/kernels/router-inl.h"
 #include "cpu/kernels/linear-inl.h"
 #include "cpu/kernels/dequantize-inl.h"
