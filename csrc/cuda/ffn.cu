@@ -57,14 +57,7 @@ void ffn(Stream stream, const Ffn& f) {
     else
       launch_up<FORMAT, SUB, false>(stream, a);
   });
-  Linear down;
-  down.weight = f.down;
-  down.in = f.hidden;
-  down.out = f.out;
-  down.bias = f.bias2;
-  down.factor = f.factor;
-  down.tokens = f.tokens;
-  linear(stream, down);
+  linear(stream, f.second());
 }
 
 }  // namespace pe::cuda

@@ -196,14 +196,7 @@ void ffn_many(Stream stream, Gemm& gemm, const Ffn& f, void* scratch, size_t scr
   up.tokens = f.tokens;
   linear_many(stream, gemm, up, rest, scratch_bytes - up_bytes(f));
   (f.gated ? act_mul : act)(stream, up.out, f.activation, f.hidden, f.tokens);
-  Linear down;
-  down.weight = f.down;
-  down.in = f.hidden;
-  down.out = f.out;
-  down.bias = f.bias2;
-  down.factor = f.factor;
-  down.tokens = f.tokens;
-  linear_many(stream, gemm, down, rest, scratch_bytes - up_bytes(f));
+  linear_many(stream, gemm, f.second(), rest, scratch_bytes - up_bytes(f));
 }
 
 }  // namespace pe::cuda

@@ -128,6 +128,7 @@ struct Ffn {
   bool gated = true;
   float factor = 0;
   int tokens = 0;
+  Linear second() const { return {down, hidden, out, bias2, factor, tokens}; }
 };
 void ffn(Stream, const Ffn&);
 

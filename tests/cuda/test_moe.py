@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_same_bits, linear_bound
 from kernel_cases import EPS, FORMATS, bfloat16_bits, normal
+from router_cases import by_router
 
 from pyengine import kernels_moe
 from pyengine._core import Backend, Format
@@ -21,22 +22,6 @@ SOURCES = (
     "tests/cuda/moe_driver.cc", "csrc/cuda/route.cu", "csrc/cuda/moe.cu", "csrc/cuda/linear.cu", "csrc/cuda/ffn.cu",
     "csrc/cuda/rows.cu", "csrc/cuda/repack.cc", "csrc/core/formats.cc", "csrc/core/memory.cc",
 )  # fmt: skip
-ROUTERS = [
-    RouterSpec(1, 1),
-    RouterSpec(7, 7, normalise=True),
-    RouterSpec(8, 2, normalise=True),
-    RouterSpec(60, 4),
-    RouterSpec(128, 8, normalise=True),
-    RouterSpec(256, 256),
-    RouterSpec(64, 6, scale=16.0, groups=8, top_groups=3),
-    RouterSpec(256, 8, scoring="sigmoid", normalise=True, eps=1e-20, scale=2.5, groups=8, top_groups=4,
-               group_score="top2_sum", selection_bias=True),
-    RouterSpec(33, 3, scoring="sigmoid", selection_bias=True),
-    RouterSpec(1600, 3),
-]  # fmt: skip
-by_router = pytest.mark.parametrize(
-    "router", ROUTERS, ids=lambda r: f"{r.num_experts}_{r.top_k}_{r.scoring}_{r.groups}"
-)
 
 
 class Routed(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import signal
@@ -17,6 +18,7 @@ from fake_engine import ByteTokenizer, FakeEngine, FakeResult, Terminal, install
 from pyengine import errors
 from pyengine.cli import _options, _output, generate
 from pyengine.cli.main import main
+from pyengine.sampling import SamplingParams
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -255,23 +257,7 @@ def test_template_arguments_are_json_or_text() -> None:
 
 
 def test_sampling_defaults_are_greedy_and_options_reach_the_engine(engine: FakeEngine, capsys: Any) -> None:
-    greedy = {
-        "max_tokens": 256,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": None,
-        "stop": (),
-        "ignore_eos": False,
-        "speculate": None,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "logit_bias": None,
-        "logprobs": 0,
-        "prompt_logprobs": False,
-    }
+    greedy = dataclasses.asdict(SamplingParams())
     assert main(["generate", "--raw", "-p", "Hi"]) == 0
     assert {k: engine.requests[0][k] for k in greedy} == greedy
     command = "generate --raw -p Hi -n -1 --temp 0.5 --top-k 40 --top-p 0.9 --min-p 0.05 --repeat-penalty 1.1 --seed 3"

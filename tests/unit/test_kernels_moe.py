@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_same_bits, linear_bound
 from kernel_cases import EPS, FORMATS, ISAS, THREADS, bfloat16_bits, normal
+from router_cases import by_router
 
 from pyengine import kernels, kernels_moe
 from pyengine.errors import ComputeError, RequestError
@@ -15,25 +16,6 @@ from pyengine.reference_moe import route, weighted_sum
 from pyengine.spec import RouterSpec
 
 by_isa = pytest.mark.parametrize("isa", ISAS)
-ROUTERS = [
-    RouterSpec(1, 1),
-    RouterSpec(7, 7, normalise=True),
-    RouterSpec(8, 2, normalise=True),
-    RouterSpec(60, 4),
-    RouterSpec(128, 8, normalise=True),
-    RouterSpec(256, 256),
-    RouterSpec(64, 6, scale=16.0, groups=8, top_groups=3),
-    RouterSpec(256, 8, scoring="sigmoid", normalise=True, eps=1e-20, scale=2.5, groups=8, top_groups=4,
-               group_score="top2_sum", selection_bias=True),
-    RouterSpec(33, 3, scoring="sigmoid", selection_bias=True),
-]  # fmt: skip
-
-
-def named(router: RouterSpec) -> str:
-    return f"{router.num_experts}_{router.top_k}_{router.scoring}_{router.groups}"
-
-
-by_router = pytest.mark.parametrize("router", ROUTERS, ids=map(named, ROUTERS))
 
 
 def bias_of(router: RouterSpec) -> np.ndarray | None:
