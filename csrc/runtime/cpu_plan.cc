@@ -10,7 +10,7 @@ constexpr int32_t kGroupHeads = 16;  // query heads of one KV head that a thread
 }  // namespace
 
 CpuProgram::CpuProgram(pe_backend& backend, const pe_program_desc& desc)
-    : Program(backend, desc), backend_(backend), k_(backend.kernels) {
+    : Program(backend, desc), backend_(backend), k_(backend.kernels), work_(backend.team.size()) {
   token_sequence_.resize(static_cast<size_t>(max_tokens_));
   plan();
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/work_share.h"
 #include "runtime/program.h"
 
 namespace pe {
@@ -47,7 +48,7 @@ class CpuProgram final : public Program {
                                              : *op.input;
   }
   template <class F>
-  void share(int64_t count, int64_t grain, int thread, F&& body, bool halving = false);
+  void share(int64_t count, int64_t grain, int thread, F&& body, bool streams = false);
   template <class Last>
   void wait_for_all(int thread, const Packed* next, Last&& last, int64_t panel = 0, int64_t panels = -1);
   void inner_barrier(int thread, const Packed* next = nullptr);
@@ -145,6 +146,7 @@ class CpuProgram final : public Program {
   std::vector<int32_t> active_;     // experts with rows, ascending
   std::vector<int32_t> order_;      // sorted -> row
   std::vector<int32_t> place_;      // row -> sorted
+  WorkShare work_;
   alignas(64) std::atomic<int64_t> counter_{0};
   alignas(64) std::atomic<int32_t> status_{PE_OK};
   char message_[512] = "";

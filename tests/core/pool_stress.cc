@@ -1,4 +1,5 @@
-// The thread pool under stress: every barrier of many runs must order what was written before it, and none may hang.
+// The thread pool under stress: every barrier of many runs must order what was written before it, none may hang, and of
+// work that is shared between two barriers every piece must be done, once.
 //
 //   pool_stress [SECONDS [THREADS ...]]     default 2 seconds of each of 1, 2, 3, 7, 16
 //
@@ -14,12 +15,14 @@
 #include <cstdlib>
 
 #include "core/thread_pool.h"
+#include "core/work_share.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRounds = 40;         // barriers in a run
+constexpr int kRounds = 40;         // of two barriers, in a run
+constexpr int kMostUnits = 600;     // of work shared in a round
 constexpr int kStallSeconds = 300;  // of the clock: whoever stops processes here may do so for a while
 
 // splitmix64 (Steele et al. 2014)
@@ -44,11 +47,28 @@ void hang(int) {
   _exit(2);
 }
 
+// Each unit of a random amount of work counts how often it is done, in plain memory: two threads at one are a race. A
+// unit in `slow` takes long, so that others take what its thread has left. Where `stop` is not 0, the work ends early.
+struct Work {
+  int64_t count, grain;
+  bool streams;
+  uint64_t slow, stop;
+  explicit Work(uint64_t seed) {
+    uint64_t state = seed;
+    count = static_cast<int64_t>(random_bits(state) % (random_bits(state) % 4 == 0 ? kMostUnits : 12));
+    grain = static_cast<int64_t>(1 + random_bits(state) % 4);
+    streams = random_bits(state) % 2 == 0;
+    slow = random_bits(state) % kMostUnits;
+    stop = random_bits(state) % 16 == 0 ? 1 + random_bits(state) % 8 : 0;
+  }
+};
+
 // One run: in each round every thread writes its cell, and after the barrier reads everyone's; the last to arrive adds
 // them up. Plain memory: only the barriers order it.
-bool one_run(pe::Team& team, uint64_t seed, std::vector<uint64_t>& cells) {
+bool one_run(pe::Team& team, pe::WorkShare& share, uint64_t seed, std::vector<uint64_t>& cells) {
   const int threads = team.size();
   uint64_t total = 0;
+  std::vector<int> done(kMostUnits);
   std::atomic<int> wrong{0};
   std::vector<uint64_t> states(static_cast<size_t>(threads) * 16);  // a cache line each
   for (int t = 0; t < threads; ++t) states[static_cast<size_t>(t) * 16] = seed + static_cast<uint64_t>(t);
@@ -57,7 +77,22 @@ bool one_run(pe::Team& team, uint64_t seed, std::vector<uint64_t>& cells) {
     for (uint64_t round = 1; round <= kRounds; ++round) {
       delay(state);
       cells[static_cast<size_t>(thread) * 16] = seed + round;
+      const Work work(seed + round);
+      uint64_t calls = 0;
+      const auto stop = [&] { return work.stop != 0 && ++calls > work.stop; };
+      share.run(work.count, work.grain, thread, work.streams, stop, [&](int64_t begin, int64_t end) {
+        wrong += begin % work.grain != 0 || begin >= end || end > work.count;
+        for (int64_t i = begin; i < end; ++i) {
+          ++done[static_cast<size_t>(i)];
+          if (static_cast<uint64_t>(i) == work.slow) std::this_thread::sleep_for(std::chrono::microseconds(300));
+        }
+      });
       team.barrier([&] {
+        for (int64_t i = 0; i < kMostUnits; ++i) {
+          int& times = done[static_cast<size_t>(i)];
+          wrong += times > 1 || (work.stop == 0 && times != (i < work.count));
+          times = 0;
+        }
         total = 0;
         for (int t = 0; t < threads; ++t) total += cells[static_cast<size_t>(t) * 16];
       });
@@ -98,12 +133,14 @@ int main(int argc, char** argv) {
     long runs = 0, teams = 0;
     do {
       pe::Team team(threads);
+      pe::WorkShare share(threads);
       std::vector<uint64_t> cells(static_cast<size_t>(threads) * 16);
       ++teams;
       for (int i = 0; i < 20; ++i, ++runs) {
         alarm(kStallSeconds);
-        if (!one_run(team, seed += 1000, cells)) {
-          std::fprintf(stderr, "%d threads, run %ld: a barrier let somebody through too early\n", threads, runs);
+        if (!one_run(team, share, seed += 1000, cells)) {
+          std::fprintf(stderr, "%d threads, run %ld: let through a barrier too early, or work not done once\n", threads,
+                       runs);
           kill(child, SIGKILL);
           return 1;
         }
