@@ -46,6 +46,9 @@ void Memory::fence([[maybe_unused]] size_t at) {
 Memory Memory::of_file(int fd, size_t bytes) {
   void* p = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd, 0);
   if (p == MAP_FAILED) fail(PE_RESOURCE, "cannot map %zu bytes: %s", bytes, std::strerror(errno));
+#ifdef MADV_HUGEPAGE
+  madvise(p, bytes, MADV_HUGEPAGE);  // what is not in memory yet is read in huge pages, where the file system has them
+#endif
   Memory memory;
   memory.data_ = static_cast<uint8_t*>(p);
   memory.size_ = memory.mapped_ = bytes;
