@@ -30,7 +30,8 @@ def test_a_measurement(limits: Any, limit: int, work: int) -> None:
 @pytest.mark.parametrize(
     ("limit", "work", "passes", "text"),
     [(4, 1, 1, "limit 4 is unknown"), (HOP, 1, 1, "limit 3 is one between threads"),
-     (READ, 0, 1, "work 0 in 1 passes"), (F32, 1, 0, "work 1 in 0 passes"), (READ, (1 << 32) + 1, 1, "expected 1 to 4294967296")],
+     (READ, 0, 1, "work 0 in 1 passes"), (F32, 1, 0, "work 1 in 0 passes"),
+     (READ, (1 << 32) + 1, 1, "expected 1 to 4294967296")],
 )  # fmt: skip
 def test_what_cannot_be_measured(limits: Any, limit: int, work: int, passes: int, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
