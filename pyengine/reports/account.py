@@ -40,8 +40,8 @@ class Machine:
     read: str
 
     def to_json(self) -> dict[str, Any]:
-        limits = vars(self.limits)
-        return {"cpu": self.cpu, "threads": self.threads, "isa": self.isa, **limits, "read_source": self.read}
+        rates = self.limits.rates
+        return {"cpu": self.cpu, "threads": self.threads, "isa": self.isa, **rates, "read_source": self.read}
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def account(
         raise RequestError(f"KV dtype {kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
     if threads is not None:
         threads = check_number("threads", threads, 1024)
-    if limits is not None and not all(0 < value < float("inf") for value in vars(limits).values()):
+    if limits is not None and not all(0 < value < float("inf") for value in limits.rates.values()):
         raise RequestError(f"limits {limits}; expected finite numbers above 0")
     path = hub.config_file(os.fsdecode(model), offline=offline)
     anatomy = read_anatomy(path, strict=strict)

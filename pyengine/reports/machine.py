@@ -63,6 +63,11 @@ class Limits:
     f32_gflops: float
     hop_ns: float | None = None
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """By name, all but hop_ns: what a bound can be computed of."""
+        return {name: value for name, value in vars(self).items() if name != "hop_ns"}
+
 
 def compute_rate(backend: Prober, limit: Limit, work: dict[Limit, int]) -> float:
     """Operations per second, best of the passes. `work` keeps how many a pass has; what it lacks is measured first."""
