@@ -33,11 +33,13 @@ inline float reduce_max(F x) {
   return v[0];
 }
 
+// Modulo 2^32: what a NaN was rounded to may not fit.
 inline int32_t reduce_add(I x) {
-  int32_t v[16], sum = 0;
+  int32_t v[16];
+  uint32_t sum = 0;
   simd::istore(v, x);
-  for (int i = 0; i < 16; ++i) sum += v[i];
-  return sum;
+  for (int i = 0; i < 16; ++i) sum += static_cast<uint32_t>(v[i]);
+  return static_cast<int32_t>(sum);
 }
 
 // exp(x): x = n ln 2 + r, |r| <= ln 2 / 2, Taylor polynomial of degree 7 in r (relative error below 1e-7), times 2^n.

@@ -125,7 +125,7 @@ inline void quantize_groups(ActSource* groups, int n, const QuantView& o) {
   simd::istore(sums[0], sum_of_rows(halves, n));
   for (int i = 0; i < n; ++i) {
     const auto first = static_cast<int16_t>(sums[0][i]);  // 32 * 127 at most
-    sums[1][i] = (sums[0][i] - first) >> 16;
+    sums[1][i] = static_cast<int32_t>(static_cast<uint32_t>(sums[0][i]) - static_cast<uint32_t>(int32_t{first})) >> 16;
     sums[0][i] = first;
   }
   const I first = simd::iload(sums[0]), rest = simd::iload(sums[1]);
