@@ -2,11 +2,10 @@
 from each other; docs/benchmarking.md.
 
 A rate is the best of several short passes of the core's probes with the threads and the ISA of a backend: a pass that
-another process interrupted says nothing about the machine. The bandwidth is the median over longer ones: virtual
-machines may grant twice as much for some milliseconds after a pause, and what lasts is decode's limit. A report
-measures right before and right after each run that it times, and compares the run with those two: virtual machines
-change their bandwidth within minutes. The median read bandwidth is kept in the cache folder, so that `generate` can
-show it later.
+another process interrupted says nothing about the machine. The bandwidth is the median over longer ones: what lasts is
+decode's limit. A report measures right before and right after each run that it times, and compares the run with those
+two: virtual machines change their bandwidth within minutes. The median read bandwidth is kept in the cache folder, so
+that `generate` can show it later.
 """
 
 from __future__ import annotations
