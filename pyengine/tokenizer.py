@@ -154,14 +154,14 @@ class Tokenizer:
             ) from None
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:
-            raise TokenizerError(f"{self._where}: {error}; expected a tokenizer that encodes every text") from None
         except BaseException as error:
             # The package's matcher of regular expressions gives up after 10 million steps (some 0.3 s) by a panic,
             # which is no Exception.
-            if type(error).__name__ != "PanicException":
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise TokenizerError(f"{self._where}: {error}; expected a pattern without such backtracking") from None
+            pattern = "Regex" in str(error)
+            expected = "a pattern without such backtracking" if pattern else "a tokenizer that encodes every text"
+            raise TokenizerError(f"{self._where}: {error}; expected {expected}") from None
         return ids
 
     def _quoting_backend(self) -> tuple[Any, dict[str, str]]:

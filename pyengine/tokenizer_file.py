@@ -138,12 +138,14 @@ def read_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     document: dict[str, Any]
     document = gguf_tokenizer.document(path) if path == folder else read_json(path, MAX_TOKENIZER_BYTES)
     for key, known, parts in PARTS:
-        for value in _types(path, key, document.get(key), parts):
-            if value not in tuple(known):  # anything may stand there, and a set wants what can be hashed
+        for part in _parts(path, key, document.get(key), parts):
+            if part.get("type") not in tuple(known):  # anything may stand there, and a set wants what can be hashed
                 expected = ", ".join(sorted(known))
                 raise TokenizerError(
-                    f"{path}: {key} of type {shown(value)} is not supported; expected one of {expected}"
+                    f"{path}: {key} of type {shown(part.get('type'))} is not supported; expected one of {expected}"
                 )
+            if key == "post_processor":
+                _check_post_processor(path, part, vocab_size)
     model = document.get("model")
     if not isinstance(model, dict):
         raise TokenizerError(f"{path}: no model; expected one of type 'BPE'")
@@ -162,21 +164,40 @@ def read_tokenizer(folder: Path, vocab_size: int) -> dict[str, Any]:
     return document
 
 
-def _types(path: Path, key: str, part: Any, parts: str, depth: int = 0) -> Iterator[Any]:
+def _parts(path: Path, key: str, part: Any, parts: str, depth: int = 0) -> Iterator[dict[str, Any]]:
+    """A part of tokenizer.json, and the parts in it where it is a Sequence."""
     if part is None:
         return
     if depth > MAX_DEPTH:
         raise TokenizerError(f"{path}: {key}: nested deeper than {MAX_DEPTH}; expected fewer Sequences in Sequences")
     if not isinstance(part, dict):
         raise TokenizerError(f"{path}: {key} is {shown(part)}; expected an object with a type, or null")
-    yield part.get("type")
+    yield part
     if part.get("type") == "Sequence":
         inner = part.get(parts)
         if not isinstance(inner, list):
             raise TokenizerError(f"{path}: {key} is a Sequence without a list {parts!r}; expected one")
         for item in inner:
             if item is not None:
-                yield from _types(path, key, item, parts, depth + 1)
+                yield from _parts(path, key, item, parts, depth + 1)
+
+
+def _check_post_processor(path: Path, part: Mapping[str, Any], vocab_size: int) -> None:
+    """What it adds to a text. The package takes any id, and panics where a template names what it does not define."""
+    defined, pieces = part.get("special_tokens"), part.get("single")  # of a template
+    defined = defined if isinstance(defined, dict) else {}
+    added: list[Any] = [value[1:] for value in (part.get("cls"), part.get("sep")) if isinstance(value, list)]
+    for piece in pieces if isinstance(pieces, list) else []:
+        special = piece.get("SpecialToken") if isinstance(piece, dict) else None
+        name = special.get("id") if isinstance(special, dict) else None
+        if not isinstance(name, str):
+            continue
+        if name not in defined:
+            raise TokenizerError(f"{path}: post_processor adds {shown(name)}; expected it under its special_tokens")
+        added.append(defined[name].get("ids") if isinstance(defined[name], dict) else None)
+    for i in (i for ids in added if isinstance(ids, list) for i in ids):
+        if type(i) is int and i >= vocab_size:
+            raise TokenizerError(f"{path}: post_processor adds token id {i}; expected ids below {vocab_size}")
 
 
 def _check_vocab(path: Path, vocab: Any) -> dict[str, int]:

@@ -26,7 +26,7 @@ from pyengine.tokenizer import Tokenizer
 
 CORPUS: tuple[int, ...] = ()
 KINDS = ("byte_level", "legacy", "metaspace")
-VALUES: list[Any] = [None, True, 0, -1, 2**40, 1.5, "", "x", "BPE", "\u2581", [], {}, [{}], {"type": "Sequence"}]
+VALUES: list[Any] = [None, True, 0, -1, 400, 2**40, 1.5, "", "x", "BPE", "\u2581", [], {}, [{}], {"type": "Sequence"}]
 
 
 def base(kind: str) -> Any:
@@ -110,6 +110,7 @@ def check_document(rng: random.Random) -> None:
         try:
             tokenizer = Tokenizer.load(path.parent, vocab_size=400)
             ids = tokenizer.encode(text(rng))
+            assert max(ids, default=0) < 400, ids
             "".join(stream(tokenizer, ids))
         except TokenizerError as error:
             fuzzing.check_message(error, "tokenizer")

@@ -253,6 +253,40 @@ def test_the_post_processor_decides_about_bos(tmp_path: Path) -> None:
     assert tokenizer.encode("a", add_special_tokens=False) == ids_of("a")
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"special_tokens": {}}, r"post_processor adds '<\|im_start\|>'; expected it under its special_tokens"),
+        ({"special_tokens": None}, r"post_processor adds '<\|im_start\|>'; expected it under its special_tokens"),
+        ({"single": [{"SpecialToken": {"id": "x", "type_id": 0}}]}, r"post_processor adds 'x'; expected"),
+        (
+            {"special_tokens": {"<|im_start|>": {"id": "", "ids": [7, 300], "tokens": []}}},
+            r"token id 300; .* below 300",
+        ),
+        ({"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 300]}, r"adds token id 300; expected ids below 300"),
+        ({"type": "RobertaProcessing", "sep": ["a", 2**32], "cls": ["b", 1]}, r"adds token id 4294967296; expected"),
+    ],
+)
+def test_what_a_post_processor_adds_is_checked_at_load(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, Any], message: str, nested: bool
+) -> None:
+    document = tiny.document(tiny.byte_level(post=tiny.bos_processor()))
+    document["post_processor"].update(change)
+    if nested:
+        document["post_processor"] = {"type": "Sequence", "processors": [document["post_processor"]]}
+    with pytest.raises(TokenizerError, match=rf"tokenizer\.json: .*{message}"):
+        load(tmp_path, document)
+    assert capfd.readouterr().err == ""  # a panic of the package would be there
+
+
+def test_a_template_of_two_texts_is_not_looked_at(tmp_path: Path) -> None:
+    document = tiny.document(tiny.byte_level(post=tiny.bos_processor()))
+    document["post_processor"]["pair"] = [{"SpecialToken": {"id": "x", "type_id": 0}}]
+    document["post_processor"]["special_tokens"]["y"] = {"id": "y", "ids": [2**31], "tokens": ["y"]}
+    assert load(tmp_path, document).encode("a") == [256, *ids_of("a")]
+
+
 @pytest.mark.parametrize("add", [True, False, None])
 def test_a_post_processor_without_bos_wins_over_add_bos_token(tmp_path: Path, add: bool | None) -> None:
     """As AutoTokenizer of transformers 5.24, for the classes of Llama, Qwen2 and PreTrainedTokenizerFast alike."""
