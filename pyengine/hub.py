@@ -111,6 +111,8 @@ def resolve(model: str, *, offline: bool = False, log: Log = _stderr, bar: bool 
     if match is None:
         if os.sep in model or model.startswith((".", "~")):
             raise ModelNotFoundError(f"{model}: no such folder; expected a model folder or org/name{_meant(model)}")
+        if not _is_text(model):
+            raise RequestError(f"{model!r} is neither a folder nor org/name; expected one of them{_meant(model)}")
         near = _near(model)
         raise RequestError(
             f"{model!r} is neither a folder nor org/name; expected one of them, or `generate` with a prompt: "
@@ -168,9 +170,19 @@ def _meant(model: str) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
+def _is_text(model: str) -> bool:
+    """Whether it may be a prompt in the wrong place."""
+    return _no_name(model) or any(map(str.isspace, model))
+
+
+def _no_name(model: str) -> bool:
+    """Whether it is too long for a name, or of other than printable characters."""
+    return len(model) > 200 or not model.isprintable()
+
+
 def _near(model: str) -> str | None:
     """A path or an id of the hub cache of almost this name: with a path's first part that is not there replaced."""
-    if len(model) > 200 or not model.isprintable():  # a prompt rather than a name
+    if _no_name(model):
         return None
     path = Path(model).expanduser()
     try:

@@ -107,9 +107,17 @@ def test_path_that_is_not_there(model: str, cache: Path) -> None:
     refused(ModelNotFoundError, model, model, "no such folder")
 
 
-@pytest.mark.parametrize("model", ["Why is the sky blue?", "gpt2", "x" * 5000, "nul\0byte", "name@main"])
-def test_neither_path_nor_id(model: str, cache: Path) -> None:
+@pytest.mark.parametrize("model", ["Why is the sky blue?", "x" * 5000, "nul\0byte"])
+def test_a_prompt_in_the_wrong_place(model: str, cache: Path) -> None:
     refused(RequestError, model, "did you mean -p", offline=False)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "name@main"])
+def test_neither_path_nor_id(model: str, cache: Path) -> None:
+    refused(RequestError, model, f"'{model}' is neither a folder nor org/name; expected one of them", offline=False)
+    with pytest.raises(RequestError) as caught:
+        hub.resolve(model)
+    assert "-p" not in str(caught.value)
 
 
 @pytest.mark.parametrize("model", ["", "  "])
@@ -143,9 +151,10 @@ def test_a_name_almost_like_one_that_is_there(model: str, meant: str, cache: Pat
 
 def test_a_word_almost_like_a_model(cache: Path) -> None:
     snapshot(cache, "org/qwen-small")
-    refused(RequestError, "qwen-smal", "did you mean org/qwen-small, or -p 'qwen-smal'?")
+    refused(RequestError, "qwen-smal", "expected one of them; did you mean org/qwen-small?")
     Path("qwen-small").mkdir()
-    refused(RequestError, "qwen_small", "did you mean qwen-small, or -p")
+    refused(RequestError, "qwen_small", "expected one of them; did you mean qwen-small?")
+    refused(RequestError, "qwen small", "did you mean qwen-small, or -p 'qwen small'?")
 
 
 @pytest.mark.parametrize(
