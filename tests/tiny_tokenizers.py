@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from pyengine.detokenize import BYTE_OF
+
 Document = dict[str, Any]
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
@@ -28,6 +30,13 @@ def byte_level(
     if post is not None:
         tokenizer.post_processor = post
     return tokenizer
+
+
+def ids_of(text: str) -> list[int]:
+    """Ids of the byte-level tokenizer without merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    character = {byte: c for c, byte in BYTE_OF.items()}
+    return [alphabet.index(character[byte]) for byte in text.encode()]
 
 
 def bos_processor(token: str = SPECIAL[0], i: int = 256) -> Any:

@@ -15,7 +15,7 @@ modules=(
 )
 tests=(
   tests/unit/test_{strict_json,checkpoint,hub,config,config_families,rope,tensors,fp8,moe}.py
-  tests/unit/test_{tokenizer,chat_template,template_limits,stop_strings,sampling,sampling_params}.py
+  tests/unit/test_{tokenizer,post_processor,chat_template,template_limits,stop_strings,sampling,sampling_params}.py
   tests/unit/test_{engine,requests,speculate,hub_download,gguf_from_safetensors}.py tests/property/test_text_property.py
   tests/robustness/test_{config_cases,config_must_load,malformed_folders,malformed_safetensors,rare_inputs,rare_text}.py
   tests/robustness/test_{report_text,malformed_gguf}.py tests/unit/test_{gguf,gguf_tokenizer,template_file,batching,scoring,logprobs,prefix_cache,chat}.py
